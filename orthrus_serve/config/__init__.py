@@ -1,0 +1,1 @@
+"""The configuration: a frozen schema and its YAML. Imports neither Ray nor vLLM."""

@@ -1,0 +1,122 @@
+"""The `args` of an Orthrus application, parsed once into frozen values.
+
+Guards: unknown keys, wrong types and contradictions stop the start and name the key. Leaves out: whether files exist and
+whether vLLM accepts its own keys (`engine/args.py` and `orthrus-serve check` look at those).
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from orthrus_serve.types import PolicyName, PoolingKind
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def expand(path: str) -> str:
+    """An absolute path; `~` stands for the home folder. Replicas start in other folders than the command line does."""
+    return str(Path(path).expanduser().absolute())
+
+
+class ModelSpec(Section):
+    """The generator: a folder with Hugging Face files, and the name that clients put into `model`."""
+
+    path: str
+    name: str = "orthrus"
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return expand(value)
+
+
+class AdapterSpec(Section):
+    """A LoRA adapter that embeds, and everything that stock HTTP bodies cannot say about it.
+
+    `pooling` and `normalize` say how hidden states become a vector. `append_eos` appends the end-of-sequence token to the
+    token ids of every input, token input included, unless it is there already. `dimensions` lists the lengths that a
+    client may ask for (Matryoshka); the vector is cut, then normalised. No text prefix is ever added by the server.
+    """
+
+    path: str
+    pooling: PoolingKind = "last"
+    normalize: bool = True
+    append_eos: bool = True
+    dimensions: tuple[int, ...] = ()
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return expand(value)
+
+    @field_validator("dimensions")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(n < 1 for n in value):
+            raise ValueError("every entry must be at least 1")
+        return value
+
+
+class EngineSpec(Section):
+    """How one engine mixes kinds within a step.
+
+    `min_share` is the smallest share of a step's budget that a kind with waiting work gets (0 to 0.5; policy `orthrus`).
+    `step_log` names a file to which each step's composition is appended as a JSON line; None writes none.
+    """
+
+    min_share: float = Field(default=0.125, ge=0.0, le=0.5)
+    step_log: str | None = None
+
+
+class LimitSpec(Section):
+    """What one request may ask for. Above any of these the answer is a 400 that names the field and the limit."""
+
+    max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
+    max_inputs: int = Field(default=2048, ge=1)
+    max_n: int = Field(default=128, ge=1)
+    max_logprobs: int = Field(default=20, ge=0)
+
+
+class FrontSpec(Section):
+    """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas."""
+
+    num_replicas: int | None = Field(default=None, ge=1)
+    num_cpus: float = Field(default=0.1, ge=0)
+
+
+class AppArgs(Section):
+    """The `args` of `orthrus_serve.app:build` in a Serve file."""
+
+    topology: PolicyName
+    model: ModelSpec
+    adapters: dict[str, AdapterSpec]
+    num_replicas: int = Field(default=1, ge=1)
+    num_gpus_per_replica: float = Field(default=1.0, ge=0)
+    num_cpus_per_replica: float = Field(default=1.0, ge=0)
+    embed_adapter: str | None = None
+    engine: EngineSpec = EngineSpec()
+    limits: LimitSpec = LimitSpec()
+    front: FrontSpec = FrontSpec()
+    vllm: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.adapters:
+            raise ValueError("adapters: name at least one embedding adapter")
+        if self.model.name in self.adapters:
+            raise ValueError(f"adapters: {self.model.name!r} is also the generator's name")
+        if self.embed_adapter is not None and self.embed_adapter not in self.adapters:
+            raise ValueError(f"embed_adapter: {self.embed_adapter!r} is not one of {sorted(self.adapters)}")
+        return self
+
+    @property
+    def base_name_adapter(self) -> str | None:
+        """The adapter that answers `/v1/embeddings` under the generator's name: `embed_adapter`, or the only adapter."""
+        if self.embed_adapter is not None:
+            return self.embed_adapter
+        return next(iter(self.adapters)) if len(self.adapters) == 1 else None

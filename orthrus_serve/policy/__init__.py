@@ -1,0 +1,1 @@
+"""Decisions as pure functions: no clock, no socket, no GPU, no framework."""

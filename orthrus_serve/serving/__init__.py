@@ -1,0 +1,1 @@
+"""Ray Serve deployments: the Front that speaks HTTP, the request router, the engine replica."""

@@ -1,0 +1,1 @@
+"""What is observed, and under which one name."""

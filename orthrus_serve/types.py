@@ -1,0 +1,10 @@
+"""Ids and kinds that every layer speaks of. No behaviour."""
+
+from typing import Literal, NewType
+
+RequestKind = Literal["generate", "embed"]
+PolicyName = Literal["orthrus", "hetero_fcfs", "unified_homo"]
+PoolingKind = Literal["last", "mean", "weighted_mean", "cls"]
+
+RequestId = NewType("RequestId", str)
+ReplicaId = NewType("ReplicaId", str)
