@@ -1,0 +1,1 @@
+"""Load against an Orthrus server, or any server that speaks the OpenAI API. HTTP only; never imports orthrus_serve."""

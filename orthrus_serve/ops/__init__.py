@@ -1,0 +1,1 @@
+"""What an operator runs against a server or a configuration: the worked example, the plan. Starts no engine."""

@@ -1,0 +1,54 @@
+"""What every suite shares: markers from folders, the evaluation data option, switches that must be set before an import.
+
+Order of suites (`testpaths`): unit, repo, engine, serve, gpu. One pytest process runs them all, so that there is one closing
+line; a test that needs a fresh process (another model runner, another device) starts one itself.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported by anyone: with two threads on two busy cores a small model is some 30 times slower than with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test may look for a model outside this machine, or report its use.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+SUITES = ("unit", "repo", "engine", "serve", "gpu")
+TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--eval-data",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder with the 2WikiMultihopQA sample (questions and corpus as JSONL); tests that need it are skipped without",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with the name of its folder, so that `-m` and the folders cannot disagree."""
+    has_cuda = shutil.which("nvidia-smi") is not None
+    for item in items:
+        parts = item.path.relative_to(TESTS).parts
+        if len(parts) < 2 or parts[0] not in SUITES:
+            raise pytest.UsageError(f"{item.nodeid}: tests live in one of tests/{{{','.join(SUITES)}}}")
+        item.add_marker(parts[0])
+        if parts[0] == "gpu" and not has_cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def eval_data(request: pytest.FixtureRequest) -> Path:
+    """The folder given by `--eval-data`; skips the test without it, fails when the option names no folder."""
+    folder: Path | None = request.config.getoption("--eval-data")
+    if folder is None:
+        pytest.skip("needs --eval-data DIR")
+    if not folder.is_dir():
+        pytest.fail(f"--eval-data {folder}: no such folder")
+    return folder
