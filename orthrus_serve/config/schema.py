@@ -26,8 +26,8 @@ def expand(path: str) -> str:
 class ModelSpec(Section):
     """The generator: a folder with Hugging Face files, and the name that clients put into `model`."""
 
-    path: str
-    name: str = "orthrus"
+    path: str = Field(min_length=1)
+    name: str = Field(default="orthrus", min_length=1)
 
     @field_validator("path")
     @classmethod
@@ -43,7 +43,7 @@ class AdapterSpec(Section):
     client may ask for (Matryoshka); the vector is cut, then normalised. No text prefix is ever added by the server.
     """
 
-    path: str
+    path: str = Field(min_length=1)
     pooling: PoolingKind = "last"
     normalize: bool = True
     append_eos: bool = True
@@ -89,6 +89,14 @@ class FrontSpec(Section):
     num_cpus: float = Field(default=0.1, ge=0)
 
 
+class LiveSpec(Section):
+    """The `user_config` of the engines: what may change while they run. None leaves a setting as the start made it."""
+
+    policy: PolicyName | None = None
+    min_share: float | None = Field(default=None, ge=0.0, le=0.5)
+    step_tokens: int | None = Field(default=None, ge=1)
+
+
 class AppArgs(Section):
     """The `args` of `orthrus_serve.app:build` in a Serve file."""
 
@@ -108,10 +116,15 @@ class AppArgs(Section):
     def _consistent(self) -> Self:
         if not self.adapters:
             raise ValueError("adapters: name at least one embedding adapter")
+        if "" in self.adapters:
+            raise ValueError("adapters: an adapter needs a name")
         if self.model.name in self.adapters:
             raise ValueError(f"adapters: {self.model.name!r} is also the generator's name")
         if self.embed_adapter is not None and self.embed_adapter not in self.adapters:
             raise ValueError(f"embed_adapter: {self.embed_adapter!r} is not one of {sorted(self.adapters)}")
+        gpus = self.num_gpus_per_replica
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"num_gpus_per_replica: above one it must be a whole number, got {gpus:g}")
         return self
 
     @property

@@ -48,15 +48,11 @@ class TokenLoadLedger:
         if charge is not None and charge.replica_id != replica_id:
             self.charge(request_id, replica_id, charge.num_tokens)
 
-    def settle(self, request_id: RequestId, replica_id: ReplicaId | None = None) -> int:
-        """Release what the request is still charged, and return it. Zero the second time, and for an unknown request.
-
-        With `replica_id`, a charge at any other replica stays: a late completion of a first try must not settle the retry.
-        """
-        charge = self._charges.get(request_id)
-        if charge is None or replica_id not in (None, charge.replica_id):
+    def settle(self, request_id: RequestId) -> int:
+        """Release what the request is still charged, and return it. Zero the second time, and for an unknown request."""
+        charge = self._charges.pop(request_id, None)
+        if charge is None:
             return 0
-        del self._charges[request_id]
         self._release(request_id, charge)
         return charge.num_tokens
 

@@ -46,14 +46,6 @@ def test_a_retry_replaces_the_charge_of_the_first_try():
     assert ledger.loads([A, B]) == {A: 0, B: 90}
 
 
-def test_a_late_completion_of_the_first_try_leaves_the_retry_charged():
-    ledger = make_ledger(r=(A, 100))
-    ledger.charge(R, B, 100)
-    assert ledger.settle(R, A) == 0
-    assert ledger.settle(R, B) == 100
-    assert ledger.num_own_tokens == 0
-
-
 def test_a_report_corrects_the_estimate_and_adds_what_others_have_there():
     ledger = make_ledger(r=(A, 100))
     ledger.correct(A, {R: 30}, num_other_tokens=500)
@@ -131,11 +123,6 @@ class LedgerAgainstAList(RuleBasedStateMachine):
     def settle(self, request):
         assert self.ledger.settle(request) == self.open.pop(request, (None, 0))[1]
         assert self.ledger.settle(request) == 0
-
-    @rule(request=requests, replica=replicas)
-    def complete(self, request, replica):
-        is_there = self.open.get(request, (None, 0))[0] == replica
-        assert self.ledger.settle(request, replica) == (self.open.pop(request)[1] if is_there else 0)
 
     @rule(replica=replicas)
     def forget(self, replica):

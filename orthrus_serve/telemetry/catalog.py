@@ -1,0 +1,119 @@
+"""Every metric that Orthrus publishes, declared once: name, kind, unit, labels, help.
+
+Guards: names begin with `orthrus_` and carry their base unit, counters end in `_total`. Ray puts `ray_` in front and adds the
+labels `application`, `deployment` and `replica` itself (it refuses metrics that declare them). Leaves out who counts and how
+it is exported (`serving/`). vLLM's own metrics appear beside these as `ray_vllm_*`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from orthrus_serve.types import PolicyName, RequestKind
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["steps", "tokens", "requests", "seconds", "ratio", "info"]
+
+# How a request ended: answered · refused by a 4xx · refused for lack of room · the client left · an error of ours.
+Outcome = Literal["ok", "invalid", "overloaded", "cancelled", "failed"]
+# What a token of a step was for.
+StepPart = Literal["decode", "prefill", "embed"]
+
+DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's declaration. `buckets` are upper bounds in the unit, for histograms only."""
+
+    name: str
+    kind: MetricKind
+    unit: Unit
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+# The values that each label may take; a label that is not here does not exist.
+LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
+    "kind": get_args(RequestKind),
+    "outcome": get_args(Outcome),
+    "part": get_args(StepPart),
+    "policy": get_args(PolicyName),
+    "topology": get_args(PolicyName),
+}
+
+STEPS = Metric("orthrus_engine_steps_total", "counter", "steps", ("topology",), "Steps (forward passes) run.")
+MIXED_STEPS = Metric(
+    "orthrus_engine_mixed_steps_total", "counter", "steps", ("topology",), "Steps that held tokens of both kinds."
+)
+STEP_TOKENS = Metric(
+    "orthrus_engine_step_tokens_total", "counter", "tokens", ("topology", "part"), "Tokens computed in steps, by part."
+)
+STEP_BUDGET_TOKENS = Metric(
+    "orthrus_engine_step_budget_tokens_total",
+    "counter",
+    "tokens",
+    ("topology",),
+    "Tokens that the steps could have held; step tokens over this is the step fill over any window.",
+)
+STEP_FILL = Metric(
+    "orthrus_engine_step_fill_ratio",
+    "gauge",
+    "ratio",
+    ("topology",),
+    "Tokens computed over tokens that fitted, since the previous report.",
+)
+RUNNING_REQUESTS = Metric(
+    "orthrus_engine_running_requests", "gauge", "requests", ("topology", "kind"), "Requests in the running batch."
+)
+WAITING_REQUESTS = Metric(
+    "orthrus_engine_waiting_requests",
+    "gauge",
+    "requests",
+    ("topology", "kind"),
+    "Requests waiting for their first step.",
+)
+REMAINING_TOKENS = Metric(
+    "orthrus_engine_remaining_tokens",
+    "gauge",
+    "tokens",
+    ("topology", "kind"),
+    "Tokens still to be computed for the requests that the engine holds.",
+)
+POLICY_INFO = Metric(
+    "orthrus_engine_policy_info",
+    "gauge",
+    "info",
+    ("topology", "policy"),
+    "1 for the scheduler policy in force, else 0.",
+)
+REQUESTS = Metric(
+    "orthrus_requests_total", "counter", "requests", ("topology", "kind", "outcome"), "Requests ended, by outcome."
+)
+REQUEST_DURATION = Metric(
+    "orthrus_request_duration_seconds",
+    "histogram",
+    "seconds",
+    ("topology", "kind"),
+    "From the arrival of a request at a Front to the last byte of its answer.",
+    buckets=DURATION_BUCKETS_S,
+)
+IN_FLIGHT = Metric(
+    "orthrus_front_in_flight_requests", "gauge", "requests", ("topology", "kind"), "Requests that a Front has open."
+)
+
+CATALOG: tuple[Metric, ...] = (
+    STEPS,
+    MIXED_STEPS,
+    STEP_TOKENS,
+    STEP_BUDGET_TOKENS,
+    STEP_FILL,
+    RUNNING_REQUESTS,
+    WAITING_REQUESTS,
+    REMAINING_TOKENS,
+    POLICY_INFO,
+    REQUESTS,
+    REQUEST_DURATION,
+    IN_FLIGHT,
+)
