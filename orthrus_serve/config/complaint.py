@@ -5,7 +5,7 @@ Leaves out what is right or wrong: `schema.py`, `load.py` and `vllm_keys.py` dec
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails

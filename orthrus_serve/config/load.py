@@ -290,8 +290,9 @@ def _clashes(entries: list[dict[str, Any]]) -> list[str]:
     for key, default in (("name", "default"), ("route_prefix", "/")):
         seen: set[str] = set()
         for index, entry in enumerate(entries):
-            value = entry.get(key, default)
-            if value is not None and value in seen:
+            value = cast("str | None", entry.get(key, default))
+            if value in seen:
                 lines.append(f"{join(('applications', index, key))}: {value!r} is also that of another application")
-            seen.add(value)
+            if value is not None:
+                seen.add(value)
     return lines

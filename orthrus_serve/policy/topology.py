@@ -97,8 +97,11 @@ def expand(
 
 def describe(topology: Topology) -> list[str]:
     """The lines that `orthrus-serve plan` prints."""
-    lines = [f"topology     {topology.name}: {_count(topology.num_gpus, 'GPU')} in all"]
-    lines.append(f"Front        {_count(topology.num_fronts, 'replica')} that speak HTTP and choose the engine replica")
+    total = f"{_count(topology.num_gpus, 'GPU')} in all" if topology.num_gpus else "on CPU"
+    lines = [
+        f"topology     {topology.name}: {total}",
+        f"front        {_count(topology.num_fronts, 'replica')}: HTTP, and the choice of the engine replica",
+    ]
     for pool in topology.pools:
         gpus = f"{_count(pool.num_gpus_per_replica, 'GPU')} each" if pool.num_gpus_per_replica else "on CPU"
         kinds = " and ".join(pool.kinds)

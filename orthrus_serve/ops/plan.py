@@ -1,0 +1,62 @@
+"""What a Serve file would start, in lines to read: replicas, GPUs, kinds, policy, router rule, names. Starts nothing."""
+
+from dataclasses import replace
+
+from orthrus_serve.config.load import Application, ServeFile
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.policy.topology import Topology, describe, expand
+
+
+def plan_lines(file: ServeFile) -> list[str]:
+    """The plan of every application in the file, an empty line between two."""
+    lines: list[str] = []
+    for application in file.applications:
+        lines += [*([""] if lines else []), *_application_lines(application, file)]
+    return lines
+
+
+def planned_topology(application: Application) -> Topology:
+    """The topology as it runs right after the start, with the policy that the engines' `user_config` asks for."""
+    args = application.args
+    topology = expand(
+        args.topology,
+        num_replicas=args.num_replicas,
+        num_gpus_per_replica=args.num_gpus_per_replica,
+        num_fronts=args.front.num_replicas,
+    )
+    policy = application.live.policy
+    if policy is None:
+        return topology
+    return replace(topology, pools=tuple(replace(pool, policy=policy) for pool in topology.pools))
+
+
+def _application_lines(application: Application, file: ServeFile) -> list[str]:
+    args, topology = application.args, planned_topology(application)
+    route = "" if application.route_prefix in (None, "/") else application.route_prefix
+    return [
+        f"application  {application.name} at http://{file.host}:{file.port}{route}",
+        *describe(topology),
+        f"generates    {args.model.name}: {args.model.path}",
+        *(f"embeds       {line}" for line in _adapter_lines(args)),
+        f"step budget  {_budget(application, topology)}",
+    ]
+
+
+def _adapter_lines(args: AppArgs) -> list[str]:
+    lines: list[str] = []
+    for name, spec in args.adapters.items():
+        recipe = [f"{spec.pooling} pooling", *(["EOS appended"] if spec.append_eos else [])]
+        recipe += ["normalised"] if spec.normalize else []
+        alias = f"; also answers /v1/embeddings for {args.model.name}" if name == args.base_name_adapter else ""
+        lines.append(f"{name}: {spec.path} ({', '.join(recipe)}{alias})")
+    return lines
+
+
+def _budget(application: Application, topology: Topology) -> str:
+    args, live = application.args, application.live
+    tokens = live.step_tokens or args.vllm.get("max_num_batched_tokens")
+    budget = "vLLM's default for this device" if tokens is None else f"{tokens} tokens"
+    if any(pool.policy == "orthrus" for pool in topology.pools):
+        share = args.engine.min_share if live.min_share is None else live.min_share
+        budget += f"; each kind with waiting work gets at least {share:g} of it"
+    return budget
