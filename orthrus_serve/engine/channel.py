@@ -1,0 +1,197 @@
+"""The channel between EngineCore and the process that owns the engine: settings down, remaining tokens up.
+
+EngineCore looks utility methods up by name on itself, so a function set on its class when our scheduler's module is imported
+there is reachable by `call_utility_async`. Commands (`set`) take effect in the next step. Reports come by `watch`: the core
+answers it with a future that the next `schedule()` resolves, so the report leaves while that step's forward runs; asking in
+between (`remaining`) would wait for the running step. Refusals come back as values: a failed utility call arrives as a bare
+exception, and an exception in a replica's `reconfigure()` costs the replica its life.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from orthrus_serve.engine.lane_queue import LaneQueue, lane_of
+from orthrus_serve.engine.settings import POLICIES
+from orthrus_serve.engine.step_record import StepRecorder
+from orthrus_serve.engine.vllm_compat import EngineCore, Scheduler
+from orthrus_serve.policy.step_plan import LANES
+from orthrus_serve.types import PolicyName
+
+Report = dict[str, Any]
+
+# Seen as a Scheduler by the type checker, so that a renamed hook is an error; mixed into one at run time.
+_SchedulerBase = Scheduler if TYPE_CHECKING else object
+
+
+def install_channel() -> None:
+    """Makes the channel callable on EngineCore. Its parameters must be spelt out: the core counts them."""
+
+    def orthrus_channel(self: Any, operation: str, argument: Any = None) -> Any:
+        return self.scheduler.answer(operation, argument)
+
+    EngineCore.orthrus_channel = orthrus_channel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class CoreChannelMixin(_SchedulerBase):
+    """The core's end, on the scheduler. Runs on the core's own thread, between two steps."""
+
+    mixing_policy: PolicyName
+    min_share: float
+    waiting: LaneQueue  # pyright: ignore[reportIncompatibleVariableOverride]
+    recorder: StepRecorder
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watchers: list[Future[Report]] = []
+        self._report_gap_s = 0.0
+        self._last_report_s = 0.0
+
+    def answer(self, operation: str, argument: Any) -> Any:
+        """Carries out one call of the near end: `set`, `remaining` or `watch`."""
+        if operation == "set":
+            return self._set(argument)
+        if operation == "watch":
+            return self._watch(argument)
+        if operation == "remaining":
+            return self._report()
+        raise ValueError(f"unknown channel operation {operation!r}")
+
+    def push_report(self, *, last: bool = False) -> None:
+        """Resolves pending watches; `last` ignores the rate limit, since an idle engine will not come by again."""
+        now_s = time.monotonic()
+        if not self._watchers or (not last and now_s - self._last_report_s < self._report_gap_s):
+            return
+        self._last_report_s = now_s
+        watchers, self._watchers = self._watchers, []
+        report = self._report()
+        for watcher in watchers:
+            watcher.set_result(report)
+
+    @override
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        if not self.has_requests():
+            self.push_report(last=True)
+        return outputs
+
+    @override
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        if not self.has_requests():
+            self.push_report(last=True)
+        return finished
+
+    def _set(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """All or nothing: either every setting is applied from the next step on, or none."""
+        refused = _reason_to_refuse(wanted, self.vllm_config.scheduler_config.max_num_batched_tokens)
+        if refused is None:
+            self.mixing_policy = wanted.get("policy", self.mixing_policy)
+            self.min_share = float(wanted.get("min_share", self.min_share))
+            self.max_num_scheduled_tokens = int(wanted.get("step_tokens", self.max_num_scheduled_tokens))
+        applied = {
+            "policy": self.mixing_policy,
+            "min_share": self.min_share,
+            "step_tokens": self.max_num_scheduled_tokens,
+            "step": self.recorder.totals.steps,
+        }
+        return {"applied": applied, "refused": refused}
+
+    def _watch(self, gap_s: float | None) -> "Future[Report]":
+        self._report_gap_s = float(gap_s or 0.0)
+        watcher: Future[Report] = Future()
+        if self.has_requests():
+            self._watchers.append(watcher)
+        else:
+            watcher.set_result(self._report())
+        return watcher
+
+    def _report(self) -> Report:
+        """Facts only; what an output will cost is estimated by whoever reads them.
+
+        `requests` maps an internal request id to (lane, prompt tokens left, output tokens made, most output tokens).
+        """
+        requests: dict[str, tuple[int, int, int, int]] = {}
+        prompt_left = [0, 0]
+        for request in self.requests.values():
+            if request.is_finished():
+                continue
+            lane = lane_of(request)
+            left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            prompt_left[lane] += left
+            most = request.max_tokens if lane == 0 else 0
+            requests[request.request_id] = (int(lane), left, request.num_output_tokens, most)
+        return {
+            "policy": self.mixing_policy,
+            "step_tokens": self.max_num_scheduled_tokens,
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "prompt_left": {lane.kind: prompt_left[lane] for lane in LANES},
+            "totals": self.recorder.totals.as_dict(),
+            "requests": requests,
+        }
+
+
+def _reason_to_refuse(wanted: Mapping[str, Any], max_step_tokens: int) -> str | None:
+    unknown = sorted(set(wanted) - {"policy", "min_share", "step_tokens"})
+    if unknown:
+        return f"unknown setting {unknown[0]!r}; there are policy, min_share and step_tokens"
+    policy, share, tokens = wanted.get("policy"), wanted.get("min_share"), wanted.get("step_tokens")
+    if policy is not None and policy not in POLICIES:
+        return f"policy {policy!r} is not one of {', '.join(POLICIES)}"
+    if share is not None and not (_is_number(share) and 0 <= share <= 0.5):
+        return f"min_share {share!r} is not a number from 0 to 0.5"
+    if tokens is not None and not (isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= max_step_tokens):
+        return f"step_tokens {tokens!r} is not a whole number from 1 to {max_step_tokens}"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class EngineChannel:
+    """The near end, beside AsyncLLM.
+
+    Args:
+        llm: the engine; needs `engine_core.call_utility_async`, `errored` and `dead_error`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    async def set(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes settings from the next step on.
+
+        Returns:
+            `{"applied": {...what holds now...}, "refused": None or the reason why nothing was changed}`.
+
+        Raises:
+            EngineDeadError: the core is gone.
+        """
+        return await self._call("set", dict(wanted))
+
+    async def watch(self, gap_s: float = 0.05) -> Report:
+        """The next report: during the next step, at once when idle, and at most every `gap_s` seconds under load."""
+        return await self._call("watch", gap_s)
+
+    async def remaining(self) -> Report:
+        """A report now. Waits for the running step: for tests and tools, not for a loop."""
+        return await self._call("remaining", None)
+
+    async def _call(self, operation: str, argument: Any) -> Any:
+        # A call that is pending when the core dies is never answered, so the wait also looks at `errored`.
+        call = asyncio.ensure_future(
+            self._llm.engine_core.call_utility_async("orthrus_channel", operation, argument)
+        )
+        try:
+            while not (await asyncio.wait({call}, timeout=0.2))[0]:
+                if self._llm.errored:
+                    raise self._llm.dead_error
+            return call.result()
+        finally:
+            call.cancel()

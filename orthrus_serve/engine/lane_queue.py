@@ -1,0 +1,161 @@
+"""The waiting line of a mixed engine: first in, first out within a kind, and one queue object for every policy.
+
+Decides which kind's head vLLM's waiting loop sees next, from quotas that a plan gives it. Leaves out how quotas are made
+(`policy/step_plan.py`). It serves every policy, arrival order included, so that a policy can be switched while requests wait.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from typing_extensions import override
+
+from orthrus_serve.engine.vllm_compat import Request, RequestQueue
+from orthrus_serve.policy.step_plan import LANES, Lane, StepPlan, next_lane
+
+
+def lane_of(request: Request) -> Lane:
+    """The lane of a request: those with pooling parameters embed, all others generate."""
+    return Lane.EMBED if request.pooling_params is not None else Lane.GENERATE
+
+
+def tokens_left(request: Request) -> int:
+    """Known tokens of the request (prompt, and output of a preempted one) that are not computed yet."""
+    return request.num_tokens - request.num_computed_tokens
+
+
+class LaneQueue(RequestQueue):
+    """Two lines, one per kind, behind vLLM's queue interface.
+
+    Between `begin` and `end` (one `schedule()`), heads are offered as the plan's quotas allow; otherwise in arrival order.
+    """
+
+    def __init__(self) -> None:
+        self._lines: tuple[deque[Request], deque[Request]] = (deque(), deque())
+        self._tokens = [0, 0]
+        self._plan: StepPlan | None = None
+        self._left = [0, 0]
+        self._offered: Lane | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Offers heads by this plan until `end`."""
+        self._plan, self._left = plan, list(plan.quota)
+
+    def end(self) -> None:
+        """Back to arrival order."""
+        self._plan, self._offered = None, None
+
+    def take(self, lane: Lane, want: int) -> int:
+        """Takes up to `want` tokens from the lane's quota; outside a plan there is none and all are granted."""
+        if self._plan is None:
+            return want
+        granted = min(want, self._left[lane])
+        self._left[lane] -= granted
+        return granted
+
+    def waiting_tokens(self, lane: Lane) -> int:
+        """Tokens left of all waiting requests of a lane. O(1)."""
+        return self._tokens[lane]
+
+    def line(self, lane: Lane) -> deque[Request]:
+        """The waiting requests of a lane, head first. Not to be changed."""
+        return self._lines[lane]
+
+    @override
+    def add_request(self, request: Request) -> None:
+        self._lines[lane_of(request)].append(request)
+        self._count(request, 1)
+
+    @override
+    def prepend_request(self, request: Request) -> None:
+        self._lines[lane_of(request)].appendleft(request)
+        self._count(request, 1)
+
+    @override
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        # vLLM hands over what it skipped, last skipped first: pushing one by one to the left restores each line's order.
+        for request in requests:
+            self.prepend_request(request)
+
+    @override
+    def peek_request(self) -> Request:
+        lane = self._next()
+        if lane is None:
+            raise IndexError("peek from an empty queue")
+        self._offered = lane
+        return self._lines[lane][0]
+
+    @override
+    def pop_request(self) -> Request:
+        # What was peeked is popped: its quota was taken in between, so asking again could name the other lane.
+        lane = self._offered if self._offered is not None else self._next()
+        if lane is None:
+            raise IndexError("pop from an empty queue")
+        self._offered = None
+        request = self._lines[lane].popleft()
+        self._count(request, -1)
+        return request
+
+    @override
+    def remove_request(self, request: Request) -> None:
+        self.remove_requests([request])
+
+    @override
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        gone = set(requests)
+        for lane in {lane_of(request) for request in gone}:
+            line = self._lines[lane]
+            kept = [request for request in line if request not in gone]
+            line.clear()
+            line.extend(kept)
+            self._tokens[lane] = sum(map(tokens_left, line))
+        self._offered = None
+
+    @override
+    def __bool__(self) -> bool:
+        return self._next() is not None
+
+    @override
+    def __len__(self) -> int:
+        return sum(map(len, self._lines))
+
+    @override
+    def __iter__(self) -> Iterator[Request]:
+        merged = [*self._lines[Lane.GENERATE], *self._lines[Lane.EMBED]]
+        return iter(sorted(merged, key=lambda request: request.arrival_time))
+
+    def _count(self, request: Request, sign: int) -> None:
+        # A request's computed tokens do not change while it waits (a preempted one is reset before it is put back).
+        self._tokens[lane_of(request)] += sign * tokens_left(request)
+
+    def _next(self) -> Lane | None:
+        if self._plan is None:
+            return self._oldest()
+        self._hand_over_unused()
+        can_start = [bool(self._lines[lane]) and self._may_start(lane) for lane in LANES]
+        return next_lane(self._left, self._plan.quota, can_start)
+
+    def _oldest(self) -> Lane | None:
+        lanes = [lane for lane in LANES if self._lines[lane]]
+        return min(lanes, key=lambda lane: self._lines[lane][0].arrival_time) if lanes else None
+
+    def _hand_over_unused(self) -> None:
+        # A lane with nobody left to start gives what remains of its quota to the other (a prefix-cache hit took less than
+        # planned). Not in alternating steps: there the other lane's quota is 0 on purpose.
+        if self._plan is None or 0 in self._plan.quota:
+            return
+        for lane in LANES:
+            if self._left[lane] and not self._lines[lane]:
+                self._left[lane.other] += self._left[lane]
+                self._left[lane] = 0
+
+    def _may_start(self, lane: Lane) -> bool:
+        """Whether a lane's head may start: not if it does not fit, nor if it is younger than a head that waits for memory.
+
+        Freed KV blocks are kept for the older one, otherwise a stream of small requests of the other kind starves it.
+        """
+        assert self._plan is not None
+        if lane in self._plan.blocked:
+            return False
+        if lane.other not in self._plan.blocked or not self._lines[lane.other]:
+            return True
+        return self._lines[lane][0].arrival_time < self._lines[lane.other][0].arrival_time

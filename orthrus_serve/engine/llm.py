@@ -1,0 +1,110 @@
+"""AsyncLLM for both tasks. Adds what an adapter means (end-of-sequence token, pooling, dimensions) and the channel.
+
+Leaves out HTTP (vLLM's own app, `openai_app.py`) and everything that happens in EngineCore (`scheduler.py`, `runner.py`).
+"""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from orthrus_serve.config.schema import AdapterSpec
+from orthrus_serve.engine.channel import EngineChannel
+from orthrus_serve.engine.settings import PoolingSpec
+from orthrus_serve.engine.vllm_fixes import fix_output_processor
+
+# vLLM refuses `dimensions` by a check of the base model's config, so whoever feeds the app takes the field out of the body and
+# sets it here, around the call; the app's own tasks inherit the context.
+embed_dimensions: ContextVar[int | None] = ContextVar("embed_dimensions", default=None)
+
+
+class EmbeddingFailedError(RuntimeError):
+    """An admitted embedding request that ended without a vector (aborted by the engine, or not finite)."""
+
+
+class MixedLLM(AsyncLLM):
+    """One engine that generates and embeds. Made by `args.make_engine`."""
+
+    adapters: Mapping[str, AdapterSpec]
+    channel: EngineChannel
+
+    def configure(self, adapters: Mapping[str, AdapterSpec]) -> None:
+        """Gives the engine its embedding adapters (by served name) and its channel. Once, after construction."""
+        self.adapters = dict(adapters)
+        self.channel = EngineChannel(self)
+        fix_output_processor(self)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that adapters with `append_eos` put at the end."""
+        return self.renderer.get_tokenizer().eos_token_id if self.renderer.tokenizer is not None else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids from 0 to `vocab_size` - 1 are tokens."""
+        return self.model_config.get_vocab_size()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self.model_config.max_model_len
+
+    @override
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: Any = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Embeds one input.
+
+        The prompt's token ids get the end-of-sequence token where the adapter says so, so `usage` counts it.
+
+        Raises:
+            ValueError: no embedding adapter was named, or the input is empty or too long. A clean 400 in vLLM's app.
+            EmbeddingFailedError: the request was admitted but has no vector.
+        """
+        name = lora_request.lora_name if lora_request is not None else None
+        adapter = self.adapters.get(name) if name else None
+        if adapter is None:
+            raise ValueError(f"embeddings need an embedding adapter in 'model': one of {sorted(self.adapters)}")
+        token_ids = self._checked_token_ids(list(prompt["prompt_token_ids"]), adapter)
+        pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), **_pooling(adapter, pooling_params)}
+        prompt = {**prompt, "prompt_token_ids": token_ids}
+        async for output in super().encode(prompt, pooling_params, request_id, lora_request=lora_request, **kwargs):
+            _require_vector(output)
+            yield output
+
+    def _checked_token_ids(self, token_ids: list[int], adapter: AdapterSpec) -> list[int]:
+        if not token_ids:
+            raise ValueError("input: an embedding needs at least one token")
+        if adapter.append_eos and token_ids[-1] != self.eos_token_id:
+            assert self.eos_token_id is not None  # checked at start
+            token_ids.append(self.eos_token_id)
+        longest = self.max_model_len - 1  # the core rejects a prompt as long as the model's context
+        if len(token_ids) > longest:
+            counted = " (the end-of-sequence token included)" if adapter.append_eos else ""
+            raise ValueError(f"input: {len(token_ids)} tokens{counted}, but at most {longest} fit; shorten or truncate it")
+        return token_ids
+
+
+def _pooling(adapter: AdapterSpec, params: PoolingParams) -> dict[str, Any]:
+    spec = PoolingSpec(pooling=adapter.pooling, normalize=adapter.normalize, dimensions=embed_dimensions.get())
+    if params.use_activation is not None:
+        spec = replace(spec, normalize=params.use_activation)
+    return asdict(spec)
+
+
+def _require_vector(output: PoolingRequestOutput) -> None:
+    vector = output.outputs.data
+    if output.finished and (vector.numel() == 0 or not bool(torch.isfinite(vector).all())):
+        reason = "it was ended by the engine" if vector.numel() == 0 else "its vector is not finite"
+        raise EmbeddingFailedError(f"embedding {output.request_id} failed: {reason}")

@@ -1,0 +1,33 @@
+"""vLLM's own OpenAI app over a mixed engine: chat, completions, embeddings, tokenisation, errors. We write none of it.
+
+Leaves out which of its routes may be reached (the Front's allow-list) and how bytes get here (the tunnel).
+"""
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.engine.args import engine_args, prepared_adapters
+from orthrus_serve.engine.llm import MixedLLM
+
+
+async def make_openai_app(engine: MixedLLM, args: AppArgs) -> Any:
+    """The ASGI app. Loads the adapters into the engine, so an adapter that does not fit stops the start here.
+
+    Raises:
+        AdapterError, ValueError: an adapter that cannot be loaded or whose modules do not match the model.
+    """
+    paths = prepared_adapters(args)
+    front_end = FrontendArgs(lora_modules=[LoRAModulePath(name=name, path=path) for name, path in paths.items()])
+    namespace = Namespace(**(vars(front_end) | vars(engine_args(args))))
+    tasks = await engine.get_supported_tasks()
+    app = build_app(namespace, supported_tasks=tasks, model_config=engine.model_config)
+    await init_app_state(engine, app.state, namespace, tasks)
+    app.state.server = SimpleNamespace()  # handlers look for the uvicorn server, which there is none of
+    return app

@@ -1,0 +1,205 @@
+"""Progressive pooling: consumes hidden states chunk by chunk and keeps O(hidden size) per request.
+
+One gather, one segment reduction and one finish per step for all rows, whatever their pooling; no host synchronisation. Knows
+torch and nothing of vLLM. Leaves out where rows come from (`runner.py`) and when the result is copied to the host.
+
+A chunk of positions [start, end) of an input of n tokens, hidden size d:
+
+    last           keep  h[n-1]                              known with the last chunk
+    cls            keep  h[0]                                known with the first chunk; a copy, graph buffers are reused
+    mean           add   sum h[start:end]                    divided by n at the end
+    weighted_mean  add   sum (i+1) h[i], i in [start, end)   divided by n(n+1)/2 at the end
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from orthrus_serve.engine.settings import PoolingSpec
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """One request's chunk in this step: rows [first_row, last_row) of the hidden states, from prompt position `start` on."""
+
+    request_id: str
+    first_row: int
+    last_row: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Prompt position after the chunk."""
+        return self.start + self.last_row - self.first_row
+
+
+@dataclass
+class _Progress:
+    spec: PoolingSpec
+    num_tokens: int
+    slot: int
+    next_position: int = 0
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class FinishedVectors:
+    """Vectors that a step completed: fp32 `[len(request_ids), d]` on the model's device.
+
+    `dimensions` cuts each row; 0 marks a request whose hidden states had a gap, which must be answered with an error.
+    """
+
+    request_ids: tuple[str, ...]
+    dimensions: tuple[int, ...]
+    vectors: torch.Tensor
+
+    def on_host(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Request id → its own fp32 vector, from a host copy of `vectors`. An empty vector stands for an error."""
+        rows = zip(self.request_ids, self.dimensions, vectors, strict=True)
+        return {request_id: row[:length].clone() for request_id, length, row in rows}
+
+
+class ProgressivePooler:
+    """Pooling state of all embedding requests of one model runner.
+
+    Args:
+        num_slots: requests to make room for; grows when more are in progress.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = max(1, num_slots)
+        self._progress: dict[str, _Progress] = {}
+        self._free = list(range(self._num_slots))
+        self._sums: torch.Tensor | None = None  # [slots, d] fp32: a running sum, or the one row that is kept
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._progress
+
+    def __len__(self) -> int:
+        return len(self._progress)
+
+    def add(self, request_id: str, spec: PoolingSpec, num_tokens: int) -> None:
+        """Begins a request of `num_tokens` prompt tokens. Adding it again begins it anew (preempted and resumed)."""
+        self.remove(request_id)
+        if not self._free:
+            self._grow()
+        self._progress[request_id] = _Progress(spec, num_tokens, self._free.pop())
+
+    def remove(self, request_id: str) -> None:
+        """Forgets a request, whether it finished, was aborted or preempted. Unknown ids are ignored."""
+        progress = self._progress.pop(request_id, None)
+        if progress is not None:
+            self._free.append(progress.slot)
+
+    def step(self, hidden: torch.Tensor, chunks: Sequence[ChunkRows]) -> FinishedVectors | None:
+        """Consumes one step's rows.
+
+        Args:
+            hidden: hidden states `[rows, d]` after the model's final norm; read, never kept.
+            chunks: the rows of each embedding request in this step.
+
+        Returns:
+            The vectors that are complete now, or None.
+        """
+        if self._sums is None:
+            self._sums = torch.zeros(self._num_slots, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
+        advanced = [(self._progress[chunk.request_id], chunk) for chunk in chunks]
+        for progress, chunk in advanced:
+            self._advance(progress, chunk)
+        self._keep_single_rows(hidden, advanced)
+        self._add_sums(hidden, advanced)
+        return self._finish([(p, c.request_id) for p, c in advanced if c.end >= p.num_tokens])
+
+    @staticmethod
+    def _advance(progress: _Progress, chunk: ChunkRows) -> None:
+        if chunk.start == 0:
+            progress.broken = False
+        elif chunk.start != progress.next_position and progress.spec.needs_every_state:
+            progress.broken = True  # a gap: the vector would be wrong, so there will be none
+        progress.next_position = chunk.end
+
+    def _keep_single_rows(self, hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
+        slots, rows = [], []
+        for progress, chunk in advanced:
+            if progress.spec.pooling == "last" and chunk.end >= progress.num_tokens:
+                slots.append(progress.slot)
+                rows.append(chunk.first_row + progress.num_tokens - 1 - chunk.start)
+            elif progress.spec.pooling == "cls" and chunk.start == 0:
+                slots.append(progress.slot)
+                rows.append(chunk.first_row)
+        if slots:
+            assert self._sums is not None
+            kept = hidden.index_select(0, _index(rows, hidden.device)).float()
+            self._sums.index_copy_(0, _index(slots, hidden.device), kept)
+
+    def _add_sums(self, hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
+        summed = [(p, c) for p, c in advanced if p.spec.pooling in ("mean", "weighted_mean")]
+        if not summed:
+            return
+        assert self._sums is not None
+        device = hidden.device
+        fresh = [p.slot for p, c in summed if c.start == 0]
+        if fresh:
+            self._sums.index_fill_(0, _index(fresh, device), 0.0)
+        rows = np.concatenate([np.arange(c.first_row, c.last_row) for _, c in summed])
+        weights = np.concatenate([_weights(p.spec, c) for p, c in summed])
+        lengths = _index([c.last_row - c.first_row for _, c in summed], device)
+        states = hidden.index_select(0, _index(rows, device)).float()
+        states.mul_(torch.from_numpy(weights).to(device, non_blocking=True).unsqueeze(1))
+        # segment_reduce, not index_add_ over rows: its order of summation is fixed, so vectors repeat to the bit.
+        sums = torch.segment_reduce(states, "sum", lengths=lengths, axis=0)
+        self._sums.index_add_(0, _index([p.slot for p, _ in summed], device), sums)
+
+    def _finish(self, done: Sequence[tuple[_Progress, str]]) -> FinishedVectors | None:
+        if not done:
+            return None
+        assert self._sums is not None
+        device, size = self._sums.device, self._sums.shape[1]
+        vectors = self._sums.index_select(0, _index([p.slot for p, _ in done], device))
+        scale = torch.tensor([1.0 / _total_weight(p.spec, p.num_tokens) for p, _ in done])
+        vectors.mul_(scale.to(device, non_blocking=True).unsqueeze(1))
+        dimensions = [0 if p.broken else min(p.spec.dimensions or size, size) for p, _ in done]
+        _normalize_(vectors, dimensions, [p.spec.normalize for p, _ in done])
+        return FinishedVectors(tuple(request_id for _, request_id in done), tuple(dimensions), vectors)
+
+    def _grow(self) -> None:
+        old = self._num_slots
+        self._num_slots = 2 * old
+        self._free.extend(range(old, self._num_slots))
+        if self._sums is not None:
+            self._sums = torch.cat([self._sums, torch.zeros_like(self._sums)])
+
+
+def _index(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(device, non_blocking=True)
+
+
+def _weights(spec: PoolingSpec, chunk: ChunkRows) -> np.ndarray:
+    if spec.pooling == "mean":
+        return np.ones(chunk.last_row - chunk.first_row, dtype=np.float32)
+    return np.arange(chunk.start + 1, chunk.end + 1, dtype=np.float32)
+
+
+def _total_weight(spec: PoolingSpec, num_tokens: int) -> float:
+    if spec.pooling == "mean":
+        return float(num_tokens)
+    if spec.pooling == "weighted_mean":
+        return num_tokens * (num_tokens + 1) / 2
+    return 1.0
+
+
+def _normalize_(vectors: torch.Tensor, dimensions: Sequence[int], normalize: Sequence[bool]) -> None:
+    """Divides each row that asks for it by the L2 norm of its first `dimensions` entries, in place."""
+    if not any(normalize):
+        return
+    size, device = vectors.shape[1], vectors.device
+    counted = vectors
+    if any(n < size for n in dimensions):
+        kept = torch.arange(size, device=device).unsqueeze(0) < _index(dimensions, device).unsqueeze(1)
+        counted = vectors * kept
+    norms = torch.linalg.vector_norm(counted, dim=1, keepdim=True).clamp_min_(1e-12)
+    if not all(normalize):
+        norms.masked_fill_(~torch.tensor(normalize, device=device).unsqueeze(1), 1.0)
+    vectors.div_(norms)

@@ -1,0 +1,37 @@
+"""Fixes of bugs in stock vLLM that a mixed engine meets in the process beside AsyncLLM. Each says what goes wrong without it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from orthrus_serve.engine.vllm_compat import ENGINE_HOOKS, verify_hooks
+
+
+def complete_aborted_poolings(outputs: Sequence[Any], states: Any) -> None:
+    """Gives every ended pooling request without a vector an empty one.
+
+    Stock (v1/engine/output_processor.py, "assert req_state.detokenizer is not None"): an abort or error of a pooling request
+    that comes from the engine's side (pause, KV load failure) has no pooling output, and the failing assertion ends the whole
+    AsyncLLM. The empty vector becomes an error in `MixedLLM.encode`.
+    """
+    for output in outputs:
+        state = states.get(output.request_id)
+        is_pooling = state is not None and state.detokenizer is None
+        if is_pooling and output.pooling_output is None and output.finish_reason is not None:
+            output.pooling_output = output_processor.EMPTY_CPU_TENSOR
+
+
+class FixedOutputProcessor(OutputProcessor):
+    """vLLM's output processor with `complete_aborted_poolings` before it."""
+
+    def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        complete_aborted_poolings(engine_core_outputs, self.request_states)
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+
+def fix_output_processor(llm: Any) -> None:
+    """Makes an engine's output processor a fixed one, in place."""
+    verify_hooks(ENGINE_HOOKS)
+    llm.output_processor.__class__ = FixedOutputProcessor

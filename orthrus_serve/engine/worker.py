@@ -1,0 +1,54 @@
+"""Workers that build the mixed runner, for CPU and CUDA. Nothing else differs from vLLM's own.
+
+Each platform's vLLM modules are imported inside: importing the CUDA worker on a CPU build fails, and the other way round.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+from vllm.platforms import current_platform
+
+from orthrus_serve.engine.runner import mixed_runner_class
+from orthrus_serve.engine.vllm_compat import CPU_HOOKS, CUDA_HOOKS, verify_hooks
+
+if current_platform.is_cpu() or TYPE_CHECKING:
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    verify_hooks(CPU_HOOKS)
+    _GROUPED_LORA = "orthrus_serve.engine.cpu_lora.GroupedPunicaWrapperCPU"
+
+    class MixedCPUWorker(CPUWorker):
+        """CPU worker with the mixed runner and grouped LoRA products."""
+
+        @override
+        def init_device(self) -> None:
+            # CPUWorker builds its runner inline, without a factory: swap the class that it looks up, only for that moment.
+            owner: Any = cpu_worker
+            if self.use_v2_model_runner:
+                from vllm.v1.worker.cpu import model_runner as owner
+            stock = owner.CPUModelRunner
+            owner.CPUModelRunner = mixed_runner_class(stock, is_v2=bool(self.use_v2_model_runner))
+            CpuPlatform.get_punica_wrapper = classmethod(lambda _: _GROUPED_LORA)  # pyright: ignore
+            try:
+                super().init_device()
+            finally:
+                owner.CPUModelRunner = stock
+
+
+if current_platform.is_cuda() or TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    verify_hooks(CUDA_HOOKS)
+
+    class MixedGPUWorker(Worker):
+        """CUDA worker with the mixed runner. V2 only: the runner that vLLM keeps."""
+
+        @override
+        def _make_model_runner(self) -> Any:
+            if not self.use_v2_model_runner:
+                raise RuntimeError("Orthrus runs the V2 model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=1")
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+            return mixed_runner_class(GPUModelRunner, is_v2=True)(self.vllm_config, self.device)

@@ -1,0 +1,171 @@
+"""Decides how one step's token budget is shared between kinds. Pure.
+
+Knows requests only as token counts. Leaves out which requests are scheduled (vLLM's scheduler, first in first out within a
+kind), decodes (reserved before anything here), KV memory beyond a count of blocks, and time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from orthrus_serve.types import RequestKind
+
+
+class Lane(IntEnum):
+    """A kind's place in every pair of counts: index 0 generates, index 1 embeds."""
+
+    GENERATE = 0
+    EMBED = 1
+
+    @property
+    def other(self) -> "Lane":
+        """The other kind's lane."""
+        return Lane(1 - self)
+
+    @property
+    def kind(self) -> RequestKind:
+        """The kind in the words of the API."""
+        return "embed" if self is Lane.EMBED else "generate"
+
+
+LANES = (Lane.GENERATE, Lane.EMBED)
+
+
+@dataclass(frozen=True)
+class Admissible:
+    """A waiting request that could start: prompt tokens it has left, and KV blocks that its whole prompt needs."""
+
+    tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class LaneLoad:
+    """Work of one kind before a step: prefill tokens left of running requests, and the head of the waiting line.
+
+    `waiting` is in order of service and may stop early once it holds more requests than there are free slots.
+    """
+
+    running_tokens: int = 0
+    waiting: Sequence[Admissible] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step may compute besides decodes.
+
+    Attributes:
+        quota: most prefill tokens of each lane.
+        blocked: lanes whose oldest waiting request does not fit into free KV memory; it is not offered this step.
+    """
+
+    quota: tuple[int, int]
+    blocked: frozenset[Lane] = frozenset()
+
+
+def split_budget(budget: int, demand: tuple[int, int], min_share: float) -> tuple[int, int]:
+    """Shares `budget` tokens between two lanes in proportion to what each has left, with a floor for each.
+
+    A pure proportion, taken anew each step, gives a short prompt beside a long backlog a fixed *fraction* of what it has
+    left, so that its last tokens never come; the floor ends that. Neither lane gets more than it can use, nothing that
+    could be used is wasted, and with a budget of at least 2 neither lane with work gets nothing.
+
+    Args:
+        budget: tokens to share, at least 0.
+        demand: tokens that each lane could compute in this step.
+        min_share: floor of each lane as a part of the budget, 0 to 0.5.
+    """
+    generate, embed = demand
+    if generate + embed <= budget:
+        return demand
+    floor = [min(d, max(int(budget * min_share), 1 if budget >= 2 else 0)) for d in demand]
+    share = min(max(round(budget * generate / (generate + embed)), floor[0]), budget - floor[1])
+    share = min(share, generate)
+    rest = min(budget - share, embed)
+    return (budget - rest, rest)
+
+
+def next_lane(left: Sequence[int], quota: Sequence[int], can_start: Sequence[bool]) -> Lane | None:
+    """The lane whose head is offered next: the one that has used the smaller part of its quota; None when neither may.
+
+    A lane with nothing left is never offered: in vLLM's waiting loop a request that gets 0 tokens ends the loop.
+    """
+    lanes = [lane for lane in LANES if can_start[lane] and left[lane] > 0]
+    return max(lanes, key=lambda lane: left[lane] / max(1, quota[lane])) if lanes else None
+
+
+def plan_step(
+    budget: int, loads: tuple[LaneLoad, LaneLoad], free_slots: int, free_blocks: int, min_share: float
+) -> StepPlan:
+    """Quotas for a step of policy `orthrus`: proportional to remaining tokens, with a floor, wasting nothing usable.
+
+    Demand counts only what can be admitted: waiting requests up to the free slots and free KV blocks. Since both lanes draw
+    on the same slots, the admission is played through once, and what a lane turns out unable to use goes to the other.
+
+    Args:
+        budget: tokens of the step that decodes leave over.
+        loads: work of the generate lane and of the embed lane.
+        free_slots: requests that may still be admitted to the batch.
+        free_blocks: KV blocks that are free.
+        min_share: see `split_budget`.
+    """
+    budget = max(budget, 0)
+    blocked = frozenset(lane for lane in LANES if _does_not_fit(loads[lane], free_slots, free_blocks))
+    startable = tuple(() if lane in blocked else tuple(loads[lane].waiting[:free_slots]) for lane in LANES)
+    demand = tuple(loads[lane].running_tokens + sum(a.tokens for a in startable[lane]) for lane in LANES)
+    quota = split_budget(budget, (demand[0], demand[1]), min_share)
+    admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks)
+    usable = [loads[lane].running_tokens + admitted[lane] for lane in LANES]
+    result = [min(quota[lane], usable[lane]) for lane in LANES]
+    for lane in LANES:
+        spare = min(budget - sum(result), max(0, usable[lane] - result[lane]), left[lane.other])
+        result[lane] += max(spare, 0)
+    return StepPlan(quota=(result[0], result[1]), blocked=blocked)
+
+
+def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[Lane, StepPlan]:
+    """Quotas for a step of policy `unified_homo`: the whole budget for one kind, the other kind next time if it has work.
+
+    Args:
+        last: the lane of the step before.
+        work: whether each lane could compute anything, decodes included.
+        budget: the whole token budget.
+
+    Returns:
+        The lane of this step, and its plan.
+    """
+    lane = last.other if work[last.other] else last
+    quota = [0, 0]
+    quota[lane] = budget
+    return lane, StepPlan(quota=(quota[0], quota[1]))
+
+
+def _does_not_fit(load: LaneLoad, free_slots: int, free_blocks: int) -> bool:
+    return bool(load.waiting) and free_slots > 0 and load.waiting[0].blocks > free_blocks
+
+
+def _play_admission(
+    quota: tuple[int, int],
+    loads: tuple[LaneLoad, LaneLoad],
+    startable: tuple[tuple[Admissible, ...], ...],
+    free_slots: int,
+    free_blocks: int,
+) -> tuple[list[int], list[int]]:
+    """Tokens of the waiting requests that each lane admits under these quotas, and the quota each leaves unused."""
+    left = [quota[lane] - min(quota[lane], loads[lane].running_tokens) for lane in LANES]
+    admitted, position = [0, 0], [0, 0]
+    while free_slots > 0:
+        can_start = [
+            position[lane] < len(startable[lane]) and startable[lane][position[lane]].blocks <= free_blocks
+            for lane in LANES
+        ]
+        lane = next_lane(left, quota, can_start)
+        if lane is None:
+            break
+        request = startable[lane][position[lane]]
+        position[lane] += 1
+        admitted[lane] += request.tokens
+        left[lane] -= min(left[lane], request.tokens)
+        free_blocks -= request.blocks
+        free_slots -= 1
+    return admitted, left

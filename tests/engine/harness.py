@@ -1,0 +1,208 @@
+"""The tiny model and the in-process engine that the engine suite drives."""
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from vllm import PoolingParams, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine.llm_engine import LLMEngine
+
+VOCAB_SIZE = 512
+HIDDEN_SIZE = 128
+POOLINGS = ("last", "mean", "weighted_mean", "cls")
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Folders of the model and its adapter, and what they should answer."""
+
+    model: Path
+    adapter: Path
+
+    @cached_property
+    def _reference(self) -> Any:
+        base = LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        return PeftModel.from_pretrained(base, self.adapter).eval()
+
+    @torch.no_grad()
+    def vector(self, token_ids: list[int], pooling: str, *, normalize: bool = True, dimensions: int | None = None) -> torch.Tensor:
+        """The embedding that Transformers and peft give, fp32 `[dimensions or hidden size]`."""
+        hidden = self._reference.base_model.model.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
+        weights = torch.arange(1, len(token_ids) + 1).float()
+        vector = {
+            "last": lambda: hidden[-1],
+            "cls": lambda: hidden[0],
+            "mean": lambda: hidden.mean(0),
+            "weighted_mean": lambda: (weights @ hidden) / weights.sum(),
+        }[pooling]()
+        vector = vector[:dimensions] if dimensions else vector
+        return torch.nn.functional.normalize(vector, dim=-1) if normalize else vector
+
+
+def make_tiny_model(folder: Path) -> TinyModel:
+    """A two-layer Llama with random weights, a word tokenizer and a rank-8 adapter on every linear layer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.float32)
+    model.save_pretrained(folder / "model")
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
+    ).save_pretrained(folder / "model")  # fmt: skip
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, bias="none", target_modules=ALL_LINEAR))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return TinyModel(folder / "model", folder / "adapter")
+
+
+def token_ids(rng: random.Random, length: int) -> list[int]:
+    """Random prompt tokens without special ones."""
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+class Engine:
+    """vLLM's LLMEngine in this process, mixed (default) or stock, driven a step at a time."""
+
+    def __init__(
+        self,
+        tiny: TinyModel,
+        step_log: Path,
+        *,
+        mixed: bool = True,
+        policy: str = "orthrus",
+        budget: int = 64,
+        min_share: float = 0.125,
+        async_scheduling: bool = False,
+        **overrides: Any,
+    ) -> None:
+        self.tiny = tiny
+        self.step_log = step_log
+        options: dict[str, Any] = {
+            "model": str(tiny.model), "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True,
+            "dtype": "float32", "max_num_batched_tokens": budget, "max_num_seqs": min(32, budget - 2), "enable_lora": True,
+            "max_lora_rank": 8, "max_loras": 1, "enable_prefix_caching": False, "block_size": 32,
+            "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
+        }  # fmt: skip
+        if mixed:
+            settings = {"policy": policy, "step_log": str(step_log), "min_share": min_share}
+            name = "MixedAsyncScheduler" if async_scheduling else "MixedScheduler"
+            options |= {
+                "worker_cls": "orthrus_serve.engine.worker.MixedCPUWorker",
+                "scheduler_cls": f"orthrus_serve.engine.scheduler.{name}",
+                "additional_config": {"orthrus": settings},
+            }
+        with _async_scheduling_on_cpu(async_scheduling):
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**(options | overrides)))
+        self.results: dict[str, Any] = {}
+        self.finish_order: list[str] = []
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+
+    def generate(self, request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> None:
+        """Adds a generation; greedy unless told otherwise."""
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | sampling))
+        self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def embed(self, request_id: str, prompt: list[int], pooling: str = "last", *, adapter: Path | None = None, **extra: Any) -> None:
+        """Adds an embedding with the tiny adapter (or another folder)."""
+        params = PoolingParams(task="embed", extra_kwargs={"pooling": pooling, **extra})
+        path = adapter or self.tiny.adapter
+        lora = LoRARequest("orthrus-embed" if adapter is None else path.name, 1 if adapter is None else 2, str(path))
+        self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
+
+    def step(self) -> None:
+        """One engine step."""
+        for output in self.llm.step():
+            if output.finished:
+                self.results[output.request_id] = output
+                self.finish_order.append(output.request_id)
+
+    def run(self, *, most: int = 5000) -> None:
+        """Steps until nothing is left. Fails rather than turning for ever."""
+        for _ in range(most):
+            if not self.llm.has_unfinished_requests():
+                break
+            self.step()
+        else:
+            raise AssertionError(f"unfinished after {most} steps")
+        while self.scheduler.has_requests():  # lets the worker hear of the last finished requests
+            self.step()
+
+    def tokens(self, request_id: str) -> list[int]:
+        return list(self.results[request_id].outputs[0].token_ids)
+
+    def vector(self, request_id: str) -> torch.Tensor:
+        return self.results[request_id].outputs.data.float()
+
+    def cosine(self, request_id: str, prompt: list[int], pooling: str) -> float:
+        """Cosine of a finished embedding to the reference."""
+        return float(torch.nn.functional.cosine_similarity(self.vector(request_id), self.tiny.vector(prompt, pooling), dim=0))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What each step held, from the step log."""
+        return [json.loads(line) for line in self.step_log.read_text().splitlines()]
+
+    def leaks(self) -> dict[str, int]:
+        """What should be zero once nothing is in flight."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "requests": len(self.scheduler.requests),
+            "waiting": len(self.scheduler.waiting),
+            "waiting_tokens": sum(self.scheduler.waiting.waiting_tokens(lane) for lane in (0, 1)),
+            "pooling_states": len(self.runner.pooler_progress),
+            "kv_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+    def totals(self) -> dict[str, int]:
+        return asdict(self.scheduler.recorder.totals)
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
+
+
+class _async_scheduling_on_cpu:  # noqa: N801  reads as a statement
+    """Keeps async scheduling on where vLLM's CPU platform forces it off: test only, so that CUDA's scheduler is tested here."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._stock = CpuPlatform.__dict__["check_and_update_config"]
+
+    def __enter__(self) -> None:
+        if self._wanted:
+            stock = self._stock.__func__
+
+            def keep_on(cls: type, config: Any) -> None:
+                stock(cls, config)
+                config.scheduler_config.async_scheduling = True
+
+            CpuPlatform.check_and_update_config = classmethod(keep_on)  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        CpuPlatform.check_and_update_config = self._stock

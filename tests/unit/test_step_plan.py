@@ -1,0 +1,127 @@
+"""How a step's budget is shared: never over it, nothing usable wasted, nobody starved."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orthrus_serve.policy.step_plan import (
+    Admissible,
+    Lane,
+    LaneLoad,
+    next_lane,
+    plan_alternating,
+    plan_step,
+    split_budget,
+)
+
+budgets = st.integers(0, 4096)
+counts = st.integers(0, 10_000)
+shares = st.floats(0, 0.5)
+waiting = st.lists(st.builds(Admissible, tokens=st.integers(1, 900), blocks=st.integers(1, 40)), max_size=12)
+loads = st.builds(LaneLoad, running_tokens=st.integers(0, 3000), waiting=waiting)
+
+
+def load(*waiting_tokens: int, running: int = 0) -> LaneLoad:
+    return LaneLoad(running, tuple(Admissible(t, 1) for t in waiting_tokens))
+
+
+@given(budgets, counts, counts, shares)
+def test_split_never_exceeds_budget_or_demand_and_wastes_nothing(
+    budget: int, generate: int, embed: int, share: float
+) -> None:
+    quota = split_budget(budget, (generate, embed), share)
+    assert all(0 <= q <= d for q, d in zip(quota, (generate, embed), strict=True))
+    assert sum(quota) == min(budget, generate + embed)
+
+
+@given(st.integers(2, 4096), counts, counts, shares)
+def test_split_gives_every_lane_with_work_its_floor(budget: int, generate: int, embed: int, share: float) -> None:
+    quota = split_budget(budget, (generate, embed), share)
+    for q, d in zip(quota, (generate, embed), strict=True):
+        assert q >= min(d, max(1, int(budget * share)))
+
+
+def test_split_is_proportional_between_the_floors() -> None:
+    assert split_budget(100, (300, 700), 0.125) == (30, 70)
+
+
+def test_a_short_prompt_beside_a_long_backlog_needs_one_step_with_the_floor() -> None:
+    assert split_budget(512, (37, 100_000), 0.125) == (37, 475)
+
+
+def test_a_short_prompt_without_a_floor_is_prefilled_by_ever_smaller_bits() -> None:
+    left, steps = 37, 0
+    while left:
+        left -= split_budget(256, (left, 1800), 0.0)[0]
+        steps += 1
+    assert steps > 10
+
+
+@given(st.integers(0, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares)
+def test_plan_stays_within_budget(
+    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
+) -> None:
+    plan = plan_step(budget, (generate, embed), slots, blocks, share)
+    assert sum(plan.quota) <= budget
+    assert min(plan.quota) >= 0
+
+
+@given(st.integers(1, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares)
+def test_plan_never_leaves_running_work_idle_while_budget_is_left(
+    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
+) -> None:
+    quota = plan_step(budget, (generate, embed), slots, blocks, share).quota
+    if sum(quota) < budget:
+        assert quota[0] >= generate.running_tokens
+        assert quota[1] >= embed.running_tokens
+
+
+def test_a_lane_whose_head_does_not_fit_holds_no_budget() -> None:
+    big = LaneLoad(0, (Admissible(500, 50),))
+    plan = plan_step(256, (load(100, 300), big), free_slots=8, free_blocks=10, min_share=0.125)
+    assert plan.quota == (256, 0)
+    assert plan.blocked == {Lane.EMBED}
+
+
+def test_what_waits_beyond_the_free_slots_holds_no_budget() -> None:
+    crowd = load(*[10] * 100)
+    plan = plan_step(256, (load(running=400), crowd), free_slots=1, free_blocks=1000, min_share=0.125)
+    assert plan.quota == (246, 10)
+
+
+def test_without_free_slots_everything_goes_to_running_work() -> None:
+    plan = plan_step(64, (load(50, 50), load(running=500)), free_slots=0, free_blocks=1000, min_share=0.125)
+    assert plan.quota == (0, 64)
+
+
+def test_one_free_slot_wanted_by_both_lanes_wastes_nothing_of_running_work() -> None:
+    plan = plan_step(100, (load(20, running=10), load(30, running=500)), 1, 1000, 0.125)
+    assert sum(plan.quota) == 100
+
+
+def test_next_lane_prefers_the_lane_that_used_less_of_its_quota() -> None:
+    assert next_lane((50, 50), (100, 60), (True, True)) is Lane.EMBED
+    assert next_lane((50, 0), (100, 60), (True, True)) is Lane.GENERATE
+    assert next_lane((50, 50), (100, 60), (False, False)) is None
+
+
+def test_alternating_takes_turns_while_both_kinds_have_work() -> None:
+    lane, plan = plan_alternating(Lane.EMBED, (True, True), 64)
+    assert (lane, plan.quota) == (Lane.GENERATE, (64, 0))
+    lane, plan = plan_alternating(lane, (True, True), 64)
+    assert (lane, plan.quota) == (Lane.EMBED, (0, 64))
+
+
+def test_alternating_repeats_the_only_kind_with_work() -> None:
+    lane, _ = plan_alternating(Lane.EMBED, (False, True), 64)
+    assert lane is Lane.EMBED
+
+
+@given(st.integers(1, 30), st.integers(8, 256), st.floats(0.05, 0.5), st.integers(1, 5000))
+def test_waiting_is_bounded_by_the_floor(prompt: int, budget: int, share: float, backlog: int) -> None:
+    """A lane with W tokens ahead of and in a request has prefilled it after ceil(W / floor) steps, whatever the other does."""
+    floor = max(1, int(budget * share))
+    left, steps = prompt, 0
+    while left:
+        left -= split_budget(budget, (left, backlog), share)[0]
+        steps += 1
+    assert steps <= -(-prompt // floor)
