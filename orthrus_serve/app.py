@@ -1,0 +1,83 @@
+"""Composition root: from the `args` of a Serve file to bound deployments. `import_path: orthrus_serve.app:build`.
+
+Decides what Serve must know about each deployment. Leaves out everything that happens at run time, and vLLM, which only the
+engine replicas load. No `from __future__ import annotations` here: Serve reads the builder's annotation to parse `args`.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from orthrus_serve.config.environment import replica_environment
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.policy.topology import Pool, Topology, expand
+from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
+from orthrus_serve.serving.front import Front
+from orthrus_serve.serving.ray_compat import check_ray
+
+# Admission is decided in tokens, by the Front and the engine's own queue; Serve's count of requests must never be the limit.
+MAX_ONGOING_REQUESTS = 100_000
+# A stopping replica finishes what it runs. Longer than the longest generation: 32k tokens at 20 a second, and some.
+GRACEFUL_SHUTDOWN_S = 1800.0
+HEALTH_CHECK_PERIOD_S = 5.0
+HEALTH_CHECK_TIMEOUT_S = 30.0
+
+
+def build(args: AppArgs) -> Application:
+    """The application for `args`. Serve parses them: an unknown key stops the start.
+
+    Raises:
+        UnsupportedVersionError: another Ray than the one that the router is written for.
+    """
+    return compose(args, start_engine)
+
+
+def compose(args: AppArgs, start: StartEngine) -> Application:
+    """`build`, with the function that starts an engine as an argument."""
+    check_ray()
+    topology = expand(
+        args.topology,
+        num_replicas=args.num_replicas,
+        num_gpus_per_replica=args.num_gpus_per_replica,
+        num_fronts=args.front.num_replicas,
+    )
+    engines = _engine_deployment(args, topology, topology.pools[0]).bind(args, start)
+    return _front_deployment(args, topology).bind(args, engines)
+
+
+def _engine_deployment(args: AppArgs, topology: Topology, pool: Pool) -> serve.Deployment:
+    router: Any = RequestRouterConfig
+    deployment: Any = serve.deployment(
+        EngineReplica,
+        name=pool.name,
+        num_replicas=pool.num_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        user_config={"policy": pool.policy, "min_share": args.engine.min_share},
+        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        request_router_config=router(
+            request_router_class="orthrus_serve.serving.router.RemainingTokenRouter",
+            request_router_kwargs={"rule": topology.router_rule},
+        ),
+        ray_actor_options={
+            "num_cpus": args.num_cpus_per_replica,
+            "num_gpus": pool.num_gpus_per_replica,
+            "runtime_env": {"env_vars": replica_environment(args)},
+        },
+    )
+    return deployment
+
+
+def _front_deployment(args: AppArgs, topology: Topology) -> serve.Deployment:
+    deployment: Any = serve.deployment(
+        serve.ingress()(Front),
+        name="Front",
+        num_replicas=topology.num_fronts,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
+        ray_actor_options={"num_cpus": args.front.num_cpus},
+    )
+    return deployment

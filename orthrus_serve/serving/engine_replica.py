@@ -1,0 +1,284 @@
+"""The deployment class that owns one engine: vLLM's OpenAI app behind the tunnel, live settings, health, metrics, the end.
+
+Guards: a bad body is refused before vLLM sees it; `reconfigure` never raises, since Serve would kill the replica; a replica
+whose EngineCore is gone answers nothing more and leaves its process, so that Serve starts another. Leaves out how an engine is
+made (`orthrus_serve.engine`, imported only here and only when a replica starts) and which replica is chosen.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from ray import serve
+
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.errors import OrthrusError, RequestError
+from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
+from orthrus_serve.serving.metrics_export import EngineReportCollector
+from orthrus_serve.serving.request_check import check_request
+from orthrus_serve.serving.served import Served
+from orthrus_serve.serving.tunnel import GONE_HEADER, ASGIApp, Header, Start, TunnelRequest, run_app
+from orthrus_serve.telemetry.log import event_log
+
+log = event_log(__name__)
+
+# How long requests that were open when the core died may take to send their errors.
+LAST_WORDS_S = 2.0
+IDLE_WATCH_GAP_S = 0.25
+DONE_EVENT = b"data: [DONE]\n\n"
+GONE = RequestError(503, "The engine of this replica is gone.", code="replica_lost")
+
+
+class EngineGoneError(OrthrusError):
+    """The core of this replica's engine is gone."""
+
+
+class Channel(Protocol):
+    """The engine's channel to its core, as far as a replica uses it."""
+
+    async def set(self, wanted: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    async def watch(self) -> dict[str, Any]: ...
+
+
+class Engine(Protocol):
+    """What a replica needs of an engine (`orthrus_serve.engine.llm.MixedLLM`)."""
+
+    channel: Any
+
+    @property
+    def errored(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """An engine that is up, its OpenAI app, the length of its vectors, and where to put the `dimensions` of a request."""
+
+    engine: Engine
+    app: ASGIApp
+    embedding_size: int
+    dimensions: contextvars.ContextVar[int | None]
+
+
+StartEngine = Callable[[AppArgs], Awaitable[RunningEngine]]
+
+
+async def start_engine(args: AppArgs) -> RunningEngine:
+    """Starts the real engine in this process (its core in another).
+
+    Raises:
+        ConfigError, AdapterError, UnsupportedVersionError: it cannot run as configured.
+    """
+    # Imported here: only a replica's process loads torch and vLLM, after its switches are set; `app.py` needs this class too.
+    from orthrus_serve.engine.args import make_engine  # noqa: PLC0415
+    from orthrus_serve.engine.llm import embed_dimensions  # noqa: PLC0415
+    from orthrus_serve.engine.openai_app import make_openai_app  # noqa: PLC0415
+
+    engine = make_engine(args)
+    app = await make_openai_app(engine, args)
+    return RunningEngine(engine, app, engine.model_config.get_hidden_size(), embed_dimensions)
+
+
+def served_by(args: AppArgs, running: RunningEngine) -> Served:
+    """The facts that requests are checked against."""
+    return Served(
+        base_name=args.model.name,
+        adapters={name: spec.dimensions for name, spec in args.adapters.items()},
+        base_name_adapter=args.base_name_adapter,
+        vocab_size=running.engine.vocab_size,
+        max_model_len=running.engine.max_model_len,
+        embedding_size=running.embedding_size,
+        max_inputs=args.limits.max_inputs,
+        max_n=args.limits.max_n,
+        max_logprobs=args.limits.max_logprobs,
+    )
+
+
+class EngineReplica:
+    """One engine as a Ray Serve replica."""
+
+    async def __init__(self, args: AppArgs, start: StartEngine = start_engine) -> None:
+        """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again."""
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._running = await start(args)
+        self._served = served_by(args, self._running)
+        self._num_open = 0
+        self._nothing_open = asyncio.Event()
+        self._nothing_open.set()
+        self._is_gone = False
+        self._report: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {"applied": {}, "refused": None}
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineReportCollector(args.topology, lambda: self._report))
+        self._watching = asyncio.create_task(self._watch_core())
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def asgi(
+        self,
+        method: str,
+        path: str,
+        query: bytes,
+        headers: list[Header],
+        body: bytes,
+        charge: int = 1,  # noqa: ARG002 - read by the router, which sees the arguments of the handle call
+        avoid: tuple[str, ...] = (),  # noqa: ARG002 - likewise
+    ) -> AsyncGenerator[Start | bytes]:
+        """Answers one HTTP request: yields `(status, headers)`, then body chunks. See `tunnel.run_app`.
+
+        A replica whose core is gone marks its answer with `GONE_HEADER`; the Front then asks another one.
+        """
+        self._num_open += 1
+        self._nothing_open.clear()
+        try:
+            if self._core_is_gone():
+                yield self._gone_start()
+                yield error_bytes(GONE)
+                return
+            try:
+                checked = check_request(path, body, self._served)
+            except RequestError as error:
+                yield error.status, list(JSON_HEADERS)
+                yield error_bytes(error)
+                return
+            context = contextvars.copy_context()
+            context.run(self._running.dimensions.set, checked.dimensions)
+            request = TunnelRequest(method, path, query, _with_length(headers, len(checked.body)), checked.body)
+            async for item in self._marked(run_app(self._running.app, request, context=context)):
+                yield item
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._nothing_open.set()
+
+    async def _marked(self, reply: AsyncGenerator[Start | bytes]) -> AsyncGenerator[Start | bytes]:
+        """Passes a reply on. When the core died under it: an error is marked for a retry, and a stream is not called done."""
+        try:
+            async for item in reply:
+                if not self._core_is_gone():
+                    yield item
+                elif isinstance(item, bytes):
+                    yield item.removesuffix(DONE_EVENT)
+                else:
+                    yield self._gone_start() if item[0] >= 500 else item
+        finally:
+            await reply.aclose()
+
+    def _core_is_gone(self) -> bool:
+        return self._is_gone or self._running.engine.errored
+
+    def _gone_start(self) -> Start:
+        return 503, [*JSON_HEADERS, (GONE_HEADER, self._replica_id.encode())]
+
+    # --- live settings ----------------------------------------------------------------------------------------------
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Applies policy, minimum share and step size from the next step on. A refusal changes nothing and is told by `info`.
+
+        Never raises: Serve kills a replica whose `reconfigure` raises, and starts new ones until the configuration is right.
+        """
+        if not isinstance(user_config, Mapping):
+            self._refuse(f"user_config must be a mapping, got {type(user_config).__name__}")
+            return
+        wanted = {key: value for key, value in user_config.items() if value is not None}
+        try:
+            self._settings = await self._running.engine.channel.set(wanted)
+        except (
+            Exception
+        ) as error:  # whatever it is, the replica goes on as it was; a dead core is the watcher's business
+            log.exception("reconfigure_failed")
+            self._refuse(f"{type(error).__name__}: {error}")
+        if self._settings["refused"] is not None:
+            log.error("reconfigure_refused", reason=self._settings["refused"])
+
+    def _refuse(self, reason: str) -> None:
+        self._settings = {**self._settings, "refused": reason}
+
+    # --- the core's life --------------------------------------------------------------------------------------------
+
+    async def _watch_core(self) -> None:
+        """Keeps the core's last report. Ends the process when the core is gone."""
+        try:
+            while True:
+                self._report = await self._running.engine.channel.watch()
+                if not self._report.get("requests"):
+                    await asyncio.sleep(IDLE_WATCH_GAP_S)  # an idle core answers at once
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("engine_core_gone", replica=self._replica_id)
+        self._is_gone = True
+        await self._leave()
+
+    async def _leave(self) -> NoReturn:
+        # vLLM has failed the open requests by now; let their errors out. A replica that stayed would answer instant errors,
+        # look idle, and draw everybody's requests.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._nothing_open.wait()
+        os._exit(1)
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when this replica must be replaced.
+
+        Raises:
+            EngineGoneError: the core is gone.
+        """
+        if self._core_is_gone():
+            raise EngineGoneError(f"the engine core of {self._replica_id} is gone")
+        await self._running.engine.check_health()
+
+    def __del__(self) -> None:
+        # Serve's only hook for the end of a replica; it comes after the open requests were answered.
+        running = getattr(self, "_running", None)
+        if running is not None:
+            self._watching.cancel()
+            running.engine.shutdown()
+
+    # --- questions to every replica ---------------------------------------------------------------------------------
+
+    async def health(self) -> dict[str, Any]:
+        """`{"replica": id, "problem": None or a sentence}`."""
+        try:
+            await self.check_health()
+        except Exception as error:
+            log.exception("unhealthy", replica=self._replica_id)
+            return {"replica": self._replica_id, "problem": f"{type(error).__name__}: {error}"[:300]}
+        return {"replica": self._replica_id, "problem": None}
+
+    async def metrics(self) -> dict[str, str]:
+        """`{"replica": id, "text": Prometheus text}`: ours, and all that vLLM publishes in this process."""
+        text = generate_latest(self._registry) + generate_latest()
+        return {"replica": self._replica_id, "text": text.decode()}
+
+    async def info(self) -> dict[str, Any]:
+        """What `switch` and tests read back: settings applied and refused, the core's last report without its requests."""
+        report = {key: value for key, value in self._report.items() if key != "requests"}
+        return {
+            "replica": self._replica_id,
+            "pid": os.getpid(),
+            "open": self._num_open,
+            "in_engine": len(self._report.get("requests", ())),
+            "settings": self._settings,
+            "report": report,
+        }
+
+
+def _with_length(headers: list[Header], num_body_bytes: int) -> list[Header]:
+    kept = [(bytes(name), bytes(value)) for name, value in headers if bytes(name).lower() != b"content-length"]
+    return [*kept, (b"content-length", str(num_body_bytes).encode())]

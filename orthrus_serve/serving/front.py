@@ -1,0 +1,314 @@
+"""The Front: the deployment that speaks HTTP. Plain ASGI; it checks the route, charges, opens one handle call, and relays.
+
+Guards: only the routes of `routes.py` exist; a client that leaves cancels its call; a request is tried on another replica only
+while no byte of its answer was sent; a cut stream ends in an error event. Leaves out whether a body is valid (the replica
+knows vocabulary and lengths), the choice of a replica (`router.py`), and all tokenising.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.errors import RequestError
+from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
+from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes, sse_error_event
+from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
+from orthrus_serve.serving.pool import EnginePool, OpenCall, Pool, PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
+from orthrus_serve.serving.status import StatusPages, installed_versions
+from orthrus_serve.serving.tunnel import (
+    GONE_HEADER,
+    Header,
+    Message,
+    Receive,
+    Reply,
+    Send,
+    Start,
+    TruncatedReplyError,
+    TunnelRequest,
+    read_reply,
+)
+from orthrus_serve.telemetry.log import event_log
+
+log = event_log(__name__)
+
+MAX_TRIES = 3
+RETRY_AFTER_S = 5
+# Everything else a client sends stays here: vLLM takes orders from some headers (data-parallel rank, tracing of its own).
+FORWARDED_HEADERS = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
+HOP_HEADERS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", GONE_HEADER})
+MAX_REQUEST_ID_CHARS = 128
+
+CUT = RequestError(502, "The replica that was answering is gone; this stream is incomplete.", code="replica_lost")
+LOST = RequestError(503, "Every replica that tried to answer was lost. Try again.", code="replica_lost")
+FAILED = RequestError(500, "The server failed to answer this request.", code="internal_error")
+
+
+class ClientLeftError(Exception):
+    """The client left before its request was complete."""
+
+
+@dataclass(frozen=True)
+class FrontLimits:
+    """What the Front itself refuses."""
+
+    max_body_bytes: int
+
+
+class FrontApp:
+    """The ASGI app of one Front."""
+
+    def __init__(
+        self, pool: Pool, limits: FrontLimits, estimator: ChargeEstimator, metrics: FrontMetrics, pages: StatusPages
+    ) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._estimator = estimator
+        self._metrics = metrics
+        self._pages = pages
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """One ASGI connection."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        watched = _WatchedSend(send)
+        if path not in CHARGED_ROUTES:
+            await self._answer_or_refuse(scope, path, receive, watched)
+            return
+        kind = CHARGED_ROUTES[path][0]
+        began_s = self._metrics.began(kind)
+        try:
+            await self._answer_or_refuse(scope, path, receive, watched)
+        except asyncio.CancelledError:  # Serve cancels us when the client disconnects
+            watched.has_left = True
+            raise
+        finally:
+            outcome = outcome_of(watched.status, is_cut=watched.is_cut, has_left=watched.has_left)
+            self._metrics.ended(kind, began_s, outcome)
+
+    async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend") -> None:
+        try:
+            await self._route(find_route(scope["method"], path), scope, path, receive, send)
+        except ClientLeftError:
+            send.has_left = True
+        except MethodNotAllowedError as error:
+            await _send_error(send, error, [(b"allow", error.allow.encode())])
+        except RequestError as error:
+            retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if error.status == 503 else []
+            await _send_error(send, error, retry)
+        except Exception:
+            log.exception("request_failed", path=path)
+            if send.status is not None:
+                raise  # the connection must not end as if the answer were complete
+            await _send_error(send, FAILED)
+
+    async def _route(
+        self, target: Target, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend"
+    ) -> None:
+        if target is Target.ENGINE:
+            headers: list[Header] = [(bytes(name).lower(), bytes(value)) for name, value in scope["headers"]]
+            body = await _read_body(receive, headers, self._limits.max_body_bytes)
+            forwarded = _forwarded_headers(headers, len(body))
+            request = TunnelRequest(scope["method"], path, scope["query_string"], forwarded, body)
+            if not await _before_client_leaves(self._answer(request, send), receive):
+                raise ClientLeftError
+        elif target is Target.HEALTH:
+            await _send_whole(send, *await self._pages.health())
+        elif target is Target.METRICS:
+            await _send_whole(send, *await self._pages.metrics())
+        else:
+            await _send_whole(send, *self._pages.version())
+
+    async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
+        shape = shape_of_request(request.path, request.body)
+        charge = 1 if shape is None else self._estimator.estimate(shape)
+        avoid: list[str] = []
+        for _ in range(MAX_TRIES):
+            # One open call at a time: Serve gives all calls of one HTTP request the same id.
+            with self._opened(request, charge, avoid) as call:
+                reply = await self._try_reply(call)
+                gone = None if reply is None else _header(reply.headers, GONE_HEADER)
+                if reply is not None and gone is None:
+                    meter = ReplyMeter()
+                    complete = await self._deliver(reply, send, meter)
+                    if shape is not None and complete and reply.status == 200:
+                        learn(self._estimator, shape, meter)
+                    return
+            avoid += [gone.decode()] if gone else []
+        raise LOST
+
+    @contextlib.contextmanager
+    def _opened(self, request: TunnelRequest, charge: int, avoid: list[str]) -> Iterator[OpenCall]:
+        call = self._pool.open(request, charge=charge, avoid=avoid)
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+    async def _try_reply(self, call: OpenCall) -> Reply | None:
+        """The reply up to its first byte, or None when the replica was lost before there was one."""
+        try:
+            return await read_reply(aiter(call))
+        except (ReplicaLostError, TruncatedReplyError) as lost:
+            log.warning("replica_lost_before_first_byte", cause=lost)
+            return None
+        except PoolUnavailableError as none:
+            raise RequestError(503, f"No engine replica is available: {none}", code="no_replica") from none
+
+    async def _deliver(self, reply: Reply, send: "_WatchedSend", meter: ReplyMeter) -> bool:
+        """Sends a reply whose first byte is there. Returns whether it was complete."""
+        meter.see(reply.body)
+        headers = [(name, value) for name, value in reply.headers if name.lower() not in HOP_HEADERS]
+        if reply.rest is None:
+            await _send_whole(send, reply.status, headers, reply.body)
+            return True
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+        complete = await self._relay(reply.rest, send, meter)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return complete
+
+    async def _relay(self, rest: AsyncIterator[Start | bytes], send: "_WatchedSend", meter: ReplyMeter) -> bool:
+        try:
+            async for chunk in rest:
+                if isinstance(chunk, bytes):
+                    meter.see(chunk)
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception:  # whatever cuts a stream, the client is told within it
+            log.exception("stream_cut")
+            send.is_cut = True
+            await send({"type": "http.response.body", "body": sse_error_event(CUT), "more_body": True})
+            return False
+        return True
+
+
+class _WatchedSend:
+    """Passes messages on, and remembers how the answer went."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+        self.is_cut = False
+        self.has_left = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
+async def _before_client_leaves(answer: Coroutine[Any, Any, None], receive: Receive) -> bool:
+    """Runs `answer` to its end: True. Cancels it when the client disconnects first: False."""
+    answering = asyncio.create_task(answer)
+    leaving = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            return False
+        answering.result()
+        return True
+    finally:
+        # Also when this task is cancelled, which is how Serve tells that the client is gone.
+        leaving.cancel()
+        answering.cancel()
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(receive: Receive, headers: list[Header], max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: 413 above `max_bytes`, before the rest is read.
+        ClientLeftError: the client left within its body.
+    """
+    too_large = RequestError(
+        413, f"The request body is larger than {max_bytes} bytes (limits.max_body_bytes).", code="body_too_large"
+    )
+    declared = _header(headers, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _header(headers: list[Header], name: bytes) -> bytes | None:
+    return next((value for key, value in headers if key.lower() == name), None)
+
+
+def _forwarded_headers(headers: list[Header], num_body_bytes: int) -> list[Header]:
+    """The few headers that vLLM's app needs. Serve sets `X-Request-Id` when the client did not, and echoes it; the engine
+    takes it into its own ids, so one that is long or not printable is replaced there."""
+    kept = [(name, value) for name, value in headers if name in FORWARDED_HEADERS]
+    request_id = _header(headers, b"x-request-id") or b""
+    text = request_id.decode("latin-1")
+    if not text or len(text) > MAX_REQUEST_ID_CHARS or not (text.isascii() and text.isprintable()):
+        request_id = uuid.uuid4().hex.encode()
+    return [*kept, (b"x-request-id", request_id), (b"content-length", str(num_body_bytes).encode())]
+
+
+async def _send_whole(send: Send, status: int, headers: list[Header], body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _send_error(send: Send, error: RequestError, headers: list[Header] | None = None) -> None:
+    await _send_whole(send, error.status, [*JSON_HEADERS, *(headers or ())], error_bytes(error))
+
+
+class Front:
+    """The Serve deployment class: wires a Front's parts together, once Serve has given it a handle to the engines."""
+
+    def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
+        pool = EnginePool(engines)
+        metrics = FrontMetrics(args.topology)
+        front_id = serve.get_replica_context().replica_id.unique_id
+        max_prompt = args.vllm.get("max_model_len")
+        self._app = FrontApp(
+            pool,
+            FrontLimits(max_body_bytes=args.limits.max_body_bytes),
+            ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None),
+            metrics,
+            StatusPages([pool], installed_versions(), front_id, metrics.text),
+        )
+
+    async def __serve_build_asgi_app__(self) -> FrontApp:
+        """The app that Serve runs."""
+        return self._app

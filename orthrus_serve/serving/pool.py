@@ -1,0 +1,100 @@
+"""A pool of engine replicas as the Front sees it: open one tunnelled call, ask all replicas a question.
+
+Maps what Ray raises to two errors of ours, so that the Front decides without knowing Ray. Leaves out the choice of a replica
+(`router.py`) and what is done about a lost one (`front.py`).
+"""
+
+from collections.abc import AsyncIterator, Collection
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from orthrus_serve.errors import OrthrusError
+from orthrus_serve.serving import ray_compat
+from orthrus_serve.serving.router_state import NoReplicaError
+from orthrus_serve.serving.tunnel import Start, TunnelRequest
+
+
+class ReplicaLostError(OrthrusError):
+    """The replica that worked on a request is gone."""
+
+
+class PoolUnavailableError(OrthrusError):
+    """No replica can take a request now."""
+
+
+class OpenCall(Protocol):
+    """A tunnelled call that a replica works on. Iterating raises `ReplicaLostError` or `PoolUnavailableError`."""
+
+    def __aiter__(self) -> AsyncIterator[Start | bytes]: ...
+
+    def cancel(self) -> None:
+        """Ends the call: the replica's app is told that its client left. No effect on a call that has ended."""
+        ...
+
+
+class Pool(Protocol):
+    """What the Front needs of a set of engine replicas."""
+
+    name: str
+
+    def open(self, request: TunnelRequest, *, charge: int, avoid: Collection[str]) -> OpenCall: ...
+
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]: ...
+
+
+class _RayCall:
+    def __init__(self, stream: DeploymentResponseGenerator[Any]) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> AsyncIterator[Start | bytes]:
+        return self
+
+    async def __anext__(self) -> Start | bytes:
+        try:
+            return await self._stream.__anext__()
+        except RayActorError as lost:  # died or unavailable
+            raise ReplicaLostError(type(lost).__name__) from lost
+        except (RequestCancelledError, TaskCancelledError) as lost:
+            # We stop iterating when we cancel: so the replica was shut down under the call.
+            raise ReplicaLostError("the replica cancelled the call") from lost
+        except (DeploymentUnavailableError, NoReplicaError) as none:
+            raise PoolUnavailableError(str(none)) from none
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+
+class EnginePool:
+    """The replicas behind a Serve deployment handle."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self.name = handle.deployment_name
+        self.deployment = ray_compat.deployment_behind(handle)
+        self._handle = handle
+        self._stream = handle.options(stream=True)
+
+    def open(self, request: TunnelRequest, *, charge: int, avoid: Collection[str]) -> OpenCall:
+        """One handle call. The router reads `charge` (remaining tokens) and `avoid` (replica ids that just failed)."""
+        stream: Any = self._stream.asgi.remote(
+            request.method,
+            request.path,
+            request.query,
+            request.headers,
+            request.body,
+            charge=charge,
+            avoid=tuple(avoid),
+        )
+        return _RayCall(stream)
+
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
+        """The answer of every running replica, or the exception instead of it; empty when there is no replica.
+
+        A replica that does not answer within `timeout_s` counts as a `TimeoutError`.
+        """
+        try:
+            return await ray_compat.ask_all(self._handle, method, timeout_s)
+        except (DeploymentUnavailableError, TimeoutError):
+            return []

@@ -1,0 +1,100 @@
+"""Every name of Ray Serve that is not public, behind functions with a fixed meaning, and the gate that checks them at start.
+
+Nothing else in the project may touch a private name of Ray. An upgrade of Ray is settled here and by the tests in tests/serve.
+Leaves out what is public (`serve.deployment`, handles, `ray.serve.request_router`).
+"""
+
+import asyncio
+import inspect
+from typing import Any
+
+import ray
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from orthrus_serve.errors import UnsupportedVersionError
+
+PINNED_RAY = "2.60.0"
+
+# Method of `RequestRouter` that we override or call → its parameters as we rely on them.
+ROUTER_SIGNATURES = {
+    "_choose_replica_for_request": ("self", "pending_request", "is_retry"),
+    "on_request_completed": ("self", "replica_id", "internal_request_id"),
+    "on_replica_actor_died": ("self", "replica_id"),
+    "update_replicas": ("self", "replicas"),
+    "_backoff": ("self", "attempt"),
+}
+
+
+def check_ray(version: str = ray.__version__, router: type = RequestRouter) -> None:
+    """Stops the start on a Ray whose request router we do not know.
+
+    Raises:
+        UnsupportedVersionError: another version, or a hook with other parameters. The message says what to install.
+    """
+    if version != PINNED_RAY:
+        raise UnsupportedVersionError(
+            f"Ray {version} is installed, but the request router is written for {PINNED_RAY}: "
+            f'install it with `pip install "ray[serve]=={PINNED_RAY}"`.'
+        )
+    for name, expected in ROUTER_SIGNATURES.items():
+        hook = getattr(router, name, None)
+        found = tuple(inspect.signature(hook).parameters) if hook is not None else None
+        if found != expected:
+            raise UnsupportedVersionError(
+                f"RequestRouter.{name} of this Ray takes {found}, not {expected}: the installed package is not the released "
+                f'Ray {PINNED_RAY}. Install it anew with `pip install --force-reinstall "ray[serve]=={PINNED_RAY}"`.'
+            )
+
+
+def running_replicas(router: RequestRouter) -> list[RunningReplica]:
+    """The replicas that this router may choose from now. Not a copy: do not keep it across an await."""
+    return router._replicas_list
+
+
+async def until_replicas_change(router: RequestRouter) -> None:
+    """Returns when the set of replicas was updated after this call."""
+    router._replicas_updated_event.clear()
+    await router._replicas_updated_event.wait()
+
+
+async def pause_before_retry(router: RequestRouter) -> None:
+    """Waits as long as Serve would before it sends a rejected request again."""
+    await router._backoff(0)
+
+
+def request_id_of(pending: PendingRequest) -> str:
+    """The id under which Serve will report this request as completed. All handle calls of one HTTP request share it."""
+    return pending.metadata.internal_request_id
+
+
+def deployment_of(router: RequestRouter) -> str:
+    """The deployment behind this router, as `application/name`."""
+    return f"{router._deployment_id.app_name}/{router._deployment_id.name}"
+
+
+def deployment_behind(handle: DeploymentHandle[Any]) -> str:
+    """The deployment behind this handle, as `application/name`: the same string as `deployment_of` its router."""
+    return f"{handle.deployment_id.app_name}/{handle.deployment_id.name}"
+
+
+async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float) -> list[Any]:
+    """Calls `method` on every running replica at once. Returns one entry per replica: its answer, or the exception.
+
+    The public `results_async` gives up on all replicas when one of them is late; here a late one is a `TimeoutError` entry.
+    """
+    async with asyncio.timeout(timeout_s):
+        results = await handle.broadcast(method)._fetch_replica_results_async()
+    tasks = [asyncio.ensure_future(result.get_async()) for result in results]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s)
+        return [_outcome(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _outcome(task: "asyncio.Future[Any]") -> Any:
+    if not task.done():
+        return TimeoutError("the replica did not answer in time")
+    return task.exception() or task.result()

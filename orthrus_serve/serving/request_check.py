@@ -1,0 +1,230 @@
+"""Checks and completes a request body before vLLM's app sees it. Pure: bytes and facts in, bytes out.
+
+Refuses with a 400 (404 for an unknown model) in OpenAI's shape what would otherwise disturb a neighbour, reach the engine as
+nonsense, or be answered in another shape. Completes: the base name becomes its embedding adapter, `dimensions` is taken out
+(vLLM refuses it by the base model's configuration; the engine cuts), and so is `priority` (which would need another scheduler).
+Leaves to vLLM what it answers well: contents of messages, tools, response formats, stream options, lengths of texts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from orthrus_serve.errors import RequestError
+from orthrus_serve.serving import field_rules
+from orthrus_serve.serving.field_rules import brief, is_int
+from orthrus_serve.serving.served import Served, refuse
+
+CHECKED_PATHS = frozenset({"/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
+
+# Taken out silently: no client of ours may order other people's requests, or name them (the id comes with a header).
+STRIPPED = ("priority", "request_id")
+# vLLM knows these, this server does not offer them: refused, so that none is silently without effect.
+NOT_OFFERED = (
+    "kv_transfer_params", "ec_transfer_params", "prompt_embeds", "use_beam_search", "mm_processor_kwargs", "media_io_kwargs",
+)  # fmt: skip
+ENCODING_FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A body that vLLM's app may see, and the length that its vectors are to be cut to (None: not at all)."""
+
+    body: bytes
+    dimensions: int | None = None
+
+
+def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
+    """Checks the body of a POST to `path`.
+
+    Raises:
+        RequestError: 400 or 404, naming the field and the limit.
+    """
+    if path not in CHECKED_PATHS:
+        return CheckedRequest(body)
+    parsed = _parse(body)
+    fields = {key: value for key, value in parsed.items() if key not in STRIPPED}
+    for field in NOT_OFFERED:
+        if fields.get(field) not in (None, False):
+            raise refuse(field, f"{field} is not offered by this server.")
+    name = _model_name(fields, served)
+    dimensions = None
+    if path == "/v1/embeddings":
+        dimensions = _check_embedding(fields, name, served)
+    elif path == "/detokenize":
+        _check_detokenize(fields, served)
+    elif path == "/tokenize":
+        _check_tokenize(fields)
+    else:
+        _check_generation(fields, name, served, is_chat=path == "/v1/chat/completions")
+    # The body is written anew only where it was changed.
+    return CheckedRequest(body if fields == parsed else json.dumps(fields).encode(), dimensions)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body, parse_constant=_not_a_number)
+    except RecursionError:
+        raise refuse(None, "The request body is nested too deeply.", code="invalid_json") from None
+    except ValueError as error:  # bad JSON, bad UTF-8, an integer of thousands of digits
+        raise refuse(None, f"The request body is not valid JSON: {str(error)[:200]}.", code="invalid_json") from None
+    if not isinstance(parsed, dict):
+        raise refuse(None, f"The request body must be a JSON object, got {brief(parsed)}.", code="invalid_json")
+    return parsed
+
+
+def _not_a_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _model_name(fields: Mapping[str, Any], served: Served) -> str:
+    name = fields.get("model")
+    if name is None:  # as in vLLM: the model that the server was started with
+        return served.base_name
+    if not isinstance(name, str):
+        raise refuse("model", f"model must be a string, got {brief(name)}.")
+    if name != served.base_name and name not in served.adapters:
+        known = ", ".join([served.base_name, *sorted(served.adapters)])
+        message = f"The model {brief(name)} does not exist; this server has {known}."
+        raise RequestError(404, message, param="model", code="model_not_found")
+    return name
+
+
+# --- embeddings -----------------------------------------------------------------------------------------------------
+
+
+def _check_embedding(fields: dict[str, Any], name: str, served: Served) -> int | None:
+    """Checks and completes the fields of an embedding request; returns the length to cut to."""
+    if name == served.base_name:
+        if served.base_name_adapter is None:
+            choice = ", ".join(sorted(served.adapters))
+            raise refuse("model", f"{name!r} generates; for embeddings put one of these into model: {choice}.")
+        name = fields["model"] = served.base_name_adapter
+    if "messages" in fields:
+        raise refuse("messages", "messages is not offered for embeddings: put text or token ids into input.")
+    _check_inputs("input", fields.get("input"), served)
+    encoding = fields.get("encoding_format")
+    if encoding is not None and encoding not in ENCODING_FORMATS:
+        raise refuse("encoding_format", f'encoding_format must be "float" or "base64", got {brief(encoding)}.')
+    if fields.get("truncate_prompt_tokens") is not None:
+        field_rules.check_truncation(fields["truncate_prompt_tokens"], served.max_model_len)
+    return _take_dimensions(fields, name, served)
+
+
+def _take_dimensions(fields: dict[str, Any], name: str, served: Served) -> int | None:
+    dimensions = fields.pop("dimensions", None)
+    if dimensions is None or (is_int(dimensions) and dimensions == served.embedding_size):
+        return None
+    if is_int(dimensions) and dimensions in served.adapters[name]:
+        return dimensions
+    allowed = ", ".join(str(n) for n in sorted({*served.adapters[name], served.embedding_size}))
+    raise refuse("dimensions", f"dimensions for {name!r} must be one of {allowed}, got {brief(dimensions)}.")
+
+
+def _check_inputs(field: str, value: object, served: Served) -> int:
+    """A text, a list of texts, a list of token ids, or a list of such lists; none of them empty. Returns how many inputs."""
+    if value is None:
+        raise refuse(field, f"{field} is required: a text, a list of texts, or token ids.")
+    if isinstance(value, str):
+        _check_input_text(field, value)
+        return 1
+    if not isinstance(value, list):
+        raise refuse(field, f"{field} must be a text, a list of texts, or token ids, got {brief(value)}.")
+    if not value:
+        raise refuse(field, f"{field} must not be an empty list.")
+    if is_int(value[0]):
+        _check_input_ids(field, value, served)
+        return 1
+    field_rules.check_max_items(field, value, served.max_inputs, "inputs")
+    is_text = isinstance(value[0], str)
+    for index, entry in enumerate(value):
+        where = f"{field}[{index}]"
+        if is_text and isinstance(entry, str):
+            _check_input_text(where, entry)
+        elif not is_text and isinstance(entry, list):
+            _check_input_ids(where, entry, served)
+        else:
+            wanted = "a text" if is_text else "a text or a list of token ids"
+            raise refuse(where, f"{where} must be {wanted}, got {brief(entry)}.")
+    return len(value)
+
+
+def _check_input_text(field: str, text: str) -> None:
+    if not text:
+        raise refuse(field, f"{field} must not be an empty text.")
+    field_rules.check_text(field, text)
+
+
+def _check_input_ids(field: str, ids: Sequence[object], served: Served) -> None:
+    if not ids:
+        raise refuse(field, f"{field} must not be an empty list of token ids.")
+    if len(ids) > served.max_model_len:
+        raise refuse(
+            field,
+            f"{field} holds {len(ids)} token ids; the longest input is {served.max_model_len} tokens.",
+            code="context_length_exceeded",
+        )
+    field_rules.check_token_ids(field, ids, served.vocab_size)
+
+
+# --- generation and tokens ------------------------------------------------------------------------------------------
+
+
+def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, is_chat: bool) -> None:
+    if name != served.base_name:
+        raise refuse("model", f"{name!r} embeds and does not generate: use {served.base_name!r}, or /v1/embeddings.")
+    if "dimensions" in fields:
+        raise refuse("dimensions", "dimensions belongs to /v1/embeddings.")
+    num_prompts = 1
+    if is_chat:
+        _check_messages(fields.get("messages"), served.max_inputs)
+    else:
+        num_prompts = _check_inputs("prompt", fields.get("prompt"), served)
+    field_rules.check_sampling(fields, served, is_chat=is_chat)
+    num_outputs = num_prompts * (fields.get("n") or 1)
+    if num_outputs > served.max_inputs:
+        raise refuse(
+            "n",
+            f"{num_prompts} prompts with n={fields['n']} make {num_outputs} outputs; "
+            f"one request may have at most {served.max_inputs}.",
+        )
+    if fields.get("truncate_prompt_tokens") is not None:
+        field_rules.check_truncation(fields["truncate_prompt_tokens"], served.max_model_len)
+
+
+def _check_messages(messages: object, max_messages: int) -> None:
+    if not isinstance(messages, list):
+        raise refuse("messages", f"messages must be a list of messages, got {brief(messages)}.")
+    if not messages:
+        raise refuse("messages", "messages must not be an empty list.")
+    field_rules.check_max_items("messages", messages, max_messages, "messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise refuse(where, f"{where} must be an object with role and content, got {brief(message)}.")
+        if not isinstance(message.get("role"), str):
+            raise refuse(f"{where}.role", f"{where}.role must be a string, got {brief(message.get('role'))}.")
+        content = message.get("content")
+        if content is not None and not isinstance(content, (str, list)):
+            raise refuse(
+                f"{where}.content", f"{where}.content must be a text or a list of parts, got {brief(content)}."
+            )
+        if isinstance(content, str):
+            field_rules.check_text(f"{where}.content", content)
+
+
+def _check_tokenize(fields: Mapping[str, Any]) -> None:
+    if "messages" in fields:
+        return
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, str):
+        raise refuse("prompt", f"prompt must be a text, got {brief(prompt)}.")
+    field_rules.check_text("prompt", prompt)
+
+
+def _check_detokenize(fields: Mapping[str, Any], served: Served) -> None:
+    tokens = fields.get("tokens")
+    if not isinstance(tokens, list):
+        raise refuse("tokens", f"tokens must be a list of token ids, got {brief(tokens)}.")
+    field_rules.check_token_ids("tokens", tokens, served.vocab_size)

@@ -1,0 +1,64 @@
+"""What a Front process knows about the load of its engine replicas: one ledger per deployment, shared by the router and
+the Front's metrics.
+
+A module of its own because Serve pickles the *router's* module by value: globals beside the router class would be a copy per
+deserialised class, while this module is imported. It is the one process-wide registry of the project; only the thread that
+runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`) and the choice (`policy/replica_choice.py`).
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from orthrus_serve.errors import OrthrusError
+from orthrus_serve.policy.ledger import TokenLoadLedger
+from orthrus_serve.policy.replica_choice import RouterRule, choose_replica
+from orthrus_serve.types import ReplicaId, RequestId
+
+
+class NoReplicaError(OrthrusError):
+    """No replica of the deployment came up within the time that a request waits for one."""
+
+
+@dataclass
+class RouterState:
+    """The ledger of one deployment, and what its rule needs besides."""
+
+    rule: RouterRule = "least_remaining_tokens"
+    ledger: TokenLoadLedger = field(default_factory=TokenLoadLedger)
+    rng: random.Random = field(default_factory=random.Random)
+    num_routed: int = 0
+
+    def choose_and_charge(
+        self, request_id: str, replicas: Sequence[ReplicaId], num_tokens: int, avoid: Collection[str] = ()
+    ) -> ReplicaId:
+        """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
+
+        Replicas named in `avoid` have just failed this very request; they are chosen only if there is no other.
+        """
+        candidates = [replica for replica in replicas if replica not in avoid] or replicas
+        chosen = choose_replica(self.rule, candidates, self.ledger.loads(candidates), self.rng, self.num_routed)
+        self.num_routed += 1
+        self.ledger.charge(_charge_id(request_id, chosen), chosen, num_tokens)
+        return chosen
+
+    def settle(self, request_id: str, replica_id: ReplicaId) -> None:
+        """The request ended on that replica, however it ended. Unknown ones (broadcasts) are ignored."""
+        self.ledger.settle(_charge_id(request_id, replica_id))
+
+    def forget(self, replica_id: ReplicaId) -> None:
+        """The replica is gone."""
+        self.ledger.forget(replica_id)
+
+
+def _charge_id(request_id: str, replica_id: ReplicaId) -> RequestId:
+    # All calls of one HTTP request carry one id. A retry may be charged before the end of the first try is reported.
+    return RequestId(f"{request_id}@{replica_id}")
+
+
+_STATES: dict[str, RouterState] = {}
+
+
+def state_of(deployment: str) -> RouterState:
+    """The state shared by everything in this process that routes to `deployment` (`application/name`)."""
+    return _STATES.setdefault(deployment, RouterState())

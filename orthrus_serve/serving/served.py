@@ -1,0 +1,38 @@
+"""What a replica serves, as plain values: names, vocabulary, lengths and limits. Pure data, read once after the start."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orthrus_serve.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Served:
+    """Facts that a request is checked against.
+
+    Attributes:
+        base_name: the name that generates.
+        adapters: embedding adapter → the `dimensions` that clients may ask for besides the full length.
+        base_name_adapter: the adapter that answers `/v1/embeddings` under `base_name`, or None.
+        vocab_size: token ids are 0 up to this, exclusive.
+        max_model_len: most tokens of a prompt and its output together.
+        embedding_size: full length of a vector.
+        max_inputs: most inputs, prompts, messages or output sequences of one request.
+        max_n: most answers to one prompt.
+        max_logprobs: most alternatives reported for each token.
+    """
+
+    base_name: str
+    adapters: Mapping[str, tuple[int, ...]]
+    base_name_adapter: str | None
+    vocab_size: int
+    max_model_len: int
+    embedding_size: int
+    max_inputs: int
+    max_n: int
+    max_logprobs: int
+
+
+def refuse(field: str | None, message: str, *, code: str | None = None) -> RequestError:
+    """A 400 that names the field; to be raised by the caller."""
+    return RequestError(400, message, param=field, code=code)
