@@ -1,0 +1,48 @@
+"""The files in configs/ load, and the twins differ in what their names say and in nothing else."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orthrus_serve.config.load import read_serve_file
+from orthrus_serve.types import PolicyName
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+TOPOLOGIES = typing.get_args(PolicyName)
+
+
+def raw(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_configuration_is_valid(file):
+    assert read_serve_file(file).applications
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("prefix", ["", "cpu-"])
+def test_every_topology_has_its_file_for_gpus_and_for_cpu(prefix, topology):
+    name = "cpu.yaml" if (prefix, topology) == ("cpu-", "orthrus") else f"{prefix}{topology}.yaml"
+    (application,) = read_serve_file(CONFIGS / name).applications
+    assert application.args.topology == topology
+    assert (application.args.num_gpus_per_replica == 0) == (prefix == "cpu-")
+
+
+@pytest.mark.parametrize(("base", "prefix"), [("orthrus.yaml", ""), ("cpu.yaml", "cpu-")])
+def test_twins_differ_in_the_topology_only(base, prefix):
+    for topology in TOPOLOGIES[1:]:
+        twin, expected = raw(f"{prefix}{topology}.yaml"), raw(base)
+        expected["applications"][0]["args"]["topology"] = topology
+        assert twin == expected
+
+
+def test_cuda_graphs_cover_the_mixed_step():
+    (application,) = read_serve_file(CONFIGS / "orthrus.yaml").applications
+    sizes = application.args.vllm["cudagraph_capture_sizes"]
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] >= application.args.vllm["max_num_batched_tokens"]
