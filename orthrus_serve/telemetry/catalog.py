@@ -1,8 +1,8 @@
 """Every metric that Orthrus publishes, declared once: name, kind, unit, labels, help.
 
-Guards: names begin with `orthrus_` and carry their base unit, counters end in `_total`. Ray puts `ray_` in front and adds the
-labels `application`, `deployment` and `replica` itself (it refuses metrics that declare them). Leaves out who counts and how
-it is exported (`serving/`). vLLM's own metrics appear beside these as `ray_vllm_*`.
+Guards: names begin with `orthrus_` and carry their base unit, counters end in `_total`. No metric declares the labels that
+say where a sample comes from (`replica`, `deployment`, `application`): whoever exports adds them, and Ray refuses metrics that
+declare them. Leaves out who counts and how it is exported (`serving/`).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from orthrus_serve.types import PolicyName, RequestKind
 
 MetricKind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["steps", "tokens", "requests", "seconds", "ratio", "info"]
+Unit = Literal["steps", "tokens", "requests", "seconds", "info"]
 
 # How a request ended: answered · refused by a 4xx · refused for lack of room · the client left · an error of ours.
 Outcome = Literal["ok", "invalid", "overloaded", "cancelled", "failed"]
@@ -57,22 +57,14 @@ STEP_BUDGET_TOKENS = Metric(
     ("topology",),
     "Tokens that the steps could have held; step tokens over this is the step fill over any window.",
 )
-STEP_FILL = Metric(
-    "orthrus_engine_step_fill_ratio",
-    "gauge",
-    "ratio",
-    ("topology",),
-    "Tokens computed over tokens that fitted, since the previous report.",
-)
 RUNNING_REQUESTS = Metric(
-    "orthrus_engine_running_requests", "gauge", "requests", ("topology", "kind"), "Requests in the running batch."
+    "orthrus_engine_running_requests", "gauge", "requests", ("topology",), "Requests in the running batch, both kinds."
 )
 WAITING_REQUESTS = Metric(
-    "orthrus_engine_waiting_requests",
-    "gauge",
-    "requests",
-    ("topology", "kind"),
-    "Requests waiting for their first step.",
+    "orthrus_engine_waiting_requests", "gauge", "requests", ("topology",), "Requests waiting for a place, both kinds."
+)
+HELD_REQUESTS = Metric(
+    "orthrus_engine_held_requests", "gauge", "requests", ("topology", "kind"), "Requests running or waiting, by kind."
 )
 REMAINING_TOKENS = Metric(
     "orthrus_engine_remaining_tokens",
@@ -108,9 +100,9 @@ CATALOG: tuple[Metric, ...] = (
     MIXED_STEPS,
     STEP_TOKENS,
     STEP_BUDGET_TOKENS,
-    STEP_FILL,
     RUNNING_REQUESTS,
     WAITING_REQUESTS,
+    HELD_REQUESTS,
     REMAINING_TOKENS,
     POLICY_INFO,
     REQUESTS,

@@ -13,7 +13,6 @@ from orthrus_serve.telemetry.log import event_log, format_event
 
 SUFFIXES = {
     "seconds": "_seconds",
-    "ratio": "_ratio",
     "info": "_info",
     "tokens": "_tokens",
     "requests": "_requests",
