@@ -42,7 +42,7 @@ class CoreChannelMixin(_SchedulerBase):
 
     mixing_policy: PolicyName
     min_share: float
-    waiting: LaneQueue  # pyright: ignore[reportIncompatibleVariableOverride]
+    waiting: LaneQueue
     recorder: StepRecorder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +145,9 @@ def _reason_to_refuse(wanted: Mapping[str, Any], max_step_tokens: int) -> str | 
         return f"policy {policy!r} is not one of {', '.join(POLICIES)}"
     if share is not None and not (_is_number(share) and 0 <= share <= 0.5):
         return f"min_share {share!r} is not a number from 0 to 0.5"
-    if tokens is not None and not (isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= max_step_tokens):
+    if tokens is not None and not (
+        isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= max_step_tokens
+    ):
         return f"step_tokens {tokens!r} is not a whole number from 1 to {max_step_tokens}"
     return None
 
@@ -185,9 +187,7 @@ class EngineChannel:
 
     async def _call(self, operation: str, argument: Any) -> Any:
         # A call that is pending when the core dies is never answered, so the wait also looks at `errored`.
-        call = asyncio.ensure_future(
-            self._llm.engine_core.call_utility_async("orthrus_channel", operation, argument)
-        )
+        call = asyncio.ensure_future(self._llm.engine_core.call_utility_async("orthrus_channel", operation, argument))
         try:
             while not (await asyncio.wait({call}, timeout=0.2))[0]:
                 if self._llm.errored:

@@ -26,7 +26,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
     _sampler_groups: list[Group] | None = None
 
     @override
-    def update_metadata(self, *args, **kwargs) -> None:  # noqa: ANN002, ANN003  passes through
+    def update_metadata(self, *args, **kwargs) -> None:
         super().update_metadata(*args, **kwargs)
         self._token_groups = self._sampler_groups = None
 

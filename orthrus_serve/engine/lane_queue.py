@@ -31,6 +31,7 @@ class LaneQueue(RequestQueue):
 
     def __init__(self) -> None:
         self._lines: tuple[deque[Request], deque[Request]] = (deque(), deque())
+        self._counted: dict[str, int] = {}
         self._tokens = [0, 0]
         self._plan: StepPlan | None = None
         self._left = [0, 0]
@@ -63,12 +64,12 @@ class LaneQueue(RequestQueue):
     @override
     def add_request(self, request: Request) -> None:
         self._lines[lane_of(request)].append(request)
-        self._count(request, 1)
+        self._count(request)
 
     @override
     def prepend_request(self, request: Request) -> None:
         self._lines[lane_of(request)].appendleft(request)
-        self._count(request, 1)
+        self._count(request)
 
     @override
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -92,7 +93,7 @@ class LaneQueue(RequestQueue):
             raise IndexError("pop from an empty queue")
         self._offered = None
         request = self._lines[lane].popleft()
-        self._count(request, -1)
+        self._uncount(request)
         return request
 
     @override
@@ -107,7 +108,8 @@ class LaneQueue(RequestQueue):
             kept = [request for request in line if request not in gone]
             line.clear()
             line.extend(kept)
-            self._tokens[lane] = sum(map(tokens_left, line))
+        for request in gone:
+            self._uncount(request)
         self._offered = None
 
     @override
@@ -123,9 +125,14 @@ class LaneQueue(RequestQueue):
         merged = [*self._lines[Lane.GENERATE], *self._lines[Lane.EMBED]]
         return iter(sorted(merged, key=lambda request: request.arrival_time))
 
-    def _count(self, request: Request, sign: int) -> None:
-        # A request's computed tokens do not change while it waits (a preempted one is reset before it is put back).
-        self._tokens[lane_of(request)] += sign * tokens_left(request)
+    def _count(self, request: Request) -> None:
+        # What was added is remembered: a preempted request may still grow while it waits (async scheduling delivers tokens
+        # that were in flight), and a total that takes away more than was added never comes back to zero.
+        self._counted[request.request_id] = tokens_left(request)
+        self._tokens[lane_of(request)] += self._counted[request.request_id]
+
+    def _uncount(self, request: Request) -> None:
+        self._tokens[lane_of(request)] -= self._counted.pop(request.request_id, 0)
 
     def _next(self) -> Lane | None:
         if self._plan is None:

@@ -92,7 +92,9 @@ class MixedLLM(AsyncLLM):
         longest = self.max_model_len - 1  # the core rejects a prompt as long as the model's context
         if len(token_ids) > longest:
             counted = " (the end-of-sequence token included)" if adapter.append_eos else ""
-            raise ValueError(f"input: {len(token_ids)} tokens{counted}, but at most {longest} fit; shorten or truncate it")
+            raise ValueError(
+                f"input: {len(token_ids)} tokens{counted}, but at most {longest} fit; shorten or truncate it"
+            )
         return token_ids
 
 

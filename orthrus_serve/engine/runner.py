@@ -130,7 +130,9 @@ class MixedAsyncOutput(AsyncModelRunnerOutput):
         return attach_vectors(output, self._ids, self._finished.on_host(self._vectors))
 
 
-def attach_vectors(output: ModelRunnerOutput, ids: Sequence[str], vectors: dict[str, torch.Tensor]) -> ModelRunnerOutput:
+def attach_vectors(
+    output: ModelRunnerOutput, ids: Sequence[str], vectors: dict[str, torch.Tensor]
+) -> ModelRunnerOutput:
     """Drops the sampled token of each embedding row and attaches its vector, if complete. Changes and returns `output`.
 
     vLLM's `update_from_output` takes a pooler output per row and an empty list of sampled tokens as they are.

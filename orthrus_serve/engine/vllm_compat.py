@@ -82,7 +82,9 @@ SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler:Scheduler", "has_requests", (), "an idle engine must answer watchers at once"),
 )
 ENGINE_HOOKS = (
-    Hook("vllm.v1.engine.core_client:AsyncMPClient", "call_utility_async", ("method",), "the channel's way to the core"),
+    Hook(
+        "vllm.v1.engine.core_client:AsyncMPClient", "call_utility_async", ("method",), "the channel's way to the core"
+    ),
     Hook(
         "vllm.v1.engine.output_processor:OutputProcessor",
         "process_outputs",

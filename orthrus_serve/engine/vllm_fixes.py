@@ -1,8 +1,9 @@
-"""Fixes of bugs in stock vLLM that a mixed engine meets in the process beside AsyncLLM. Each says what goes wrong without it."""
+"""Fixes of bugs in stock vLLM that a mixed engine meets beside AsyncLLM. Each says what goes wrong without it."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -26,6 +27,7 @@ def complete_aborted_poolings(outputs: Sequence[Any], states: Any) -> None:
 class FixedOutputProcessor(OutputProcessor):
     """vLLM's output processor with `complete_aborted_poolings` before it."""
 
+    @override
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         complete_aborted_poolings(engine_core_outputs, self.request_states)
         return super().process_outputs(engine_core_outputs, *args, **kwargs)

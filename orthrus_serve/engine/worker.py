@@ -27,14 +27,23 @@ if current_platform.is_cpu() or TYPE_CHECKING:
             # CPUWorker builds its runner inline, without a factory: swap the class that it looks up, only for that moment.
             owner: Any = cpu_worker
             if self.use_v2_model_runner:
-                from vllm.v1.worker.cpu import model_runner as owner
+                from vllm.v1.worker.cpu import model_runner as owner  # noqa: PLC0415  needs Triton, V1 does not
             stock = owner.CPUModelRunner
             owner.CPUModelRunner = mixed_runner_class(stock, is_v2=bool(self.use_v2_model_runner))
-            CpuPlatform.get_punica_wrapper = classmethod(lambda _: _GROUPED_LORA)  # pyright: ignore
             try:
                 super().init_device()
             finally:
                 owner.CPUModelRunner = stock
+
+        @override
+        def load_model(self, **kwargs: Any) -> None:
+            # LoRA layers ask the platform for their wrapper while the model loads.
+            stock = CpuPlatform.__dict__["get_punica_wrapper"]
+            CpuPlatform.get_punica_wrapper = classmethod(lambda _: _GROUPED_LORA)  # pyright: ignore
+            try:
+                super().load_model(**kwargs)
+            finally:
+                CpuPlatform.get_punica_wrapper = stock
 
 
 if current_platform.is_cuda() or TYPE_CHECKING:
@@ -49,6 +58,6 @@ if current_platform.is_cuda() or TYPE_CHECKING:
         def _make_model_runner(self) -> Any:
             if not self.use_v2_model_runner:
                 raise RuntimeError("Orthrus runs the V2 model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=1")
-            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: PLC0415  as vLLM does
 
             return mixed_runner_class(GPUModelRunner, is_v2=True)(self.vllm_config, self.device)

@@ -1,4 +1,4 @@
-"""A tiny model with random weights, its adapter and a tokenizer, made once; and an engine in this process to drive step by step.
+"""A tiny model with random weights, its adapter and a tokenizer, made once; an engine in this process to drive by steps.
 
 The in-process engine runs the real scheduler, worker, runner and forward of vLLM on CPU. References come from Transformers and
 peft (vectors) and from stock vLLM (tokens).
@@ -6,7 +6,9 @@ peft (vectors) and from stock vLLM (tokens).
 
 import os
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # LLMEngine in this process; AsyncLLM spawns its core anyway
+os.environ.setdefault(
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+)  # LLMEngine in this process; AsyncLLM spawns its core anyway
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

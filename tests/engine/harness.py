@@ -36,7 +36,9 @@ class TinyModel:
         return PeftModel.from_pretrained(base, self.adapter).eval()
 
     @torch.no_grad()
-    def vector(self, token_ids: list[int], pooling: str, *, normalize: bool = True, dimensions: int | None = None) -> torch.Tensor:
+    def vector(
+        self, token_ids: list[int], pooling: str, *, normalize: bool = True, dimensions: int | None = None
+    ) -> torch.Tensor:
         """The embedding that Transformers and peft give, fp32 `[dimensions or hidden size]`."""
         hidden = self._reference.base_model.model.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
         weights = torch.arange(1, len(token_ids) + 1).float()
@@ -127,10 +129,14 @@ class Engine:
 
     def generate(self, request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> None:
         """Adds a generation; greedy unless told otherwise."""
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | sampling))
+        params = SamplingParams(
+            **({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | sampling)
+        )
         self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
-    def embed(self, request_id: str, prompt: list[int], pooling: str = "last", *, adapter: Path | None = None, **extra: Any) -> None:
+    def embed(
+        self, request_id: str, prompt: list[int], pooling: str = "last", *, adapter: Path | None = None, **extra: Any
+    ) -> None:
         """Adds an embedding with the tiny adapter (or another folder)."""
         params = PoolingParams(task="embed", extra_kwargs={"pooling": pooling, **extra})
         path = adapter or self.tiny.adapter
@@ -163,7 +169,9 @@ class Engine:
 
     def cosine(self, request_id: str, prompt: list[int], pooling: str) -> float:
         """Cosine of a finished embedding to the reference."""
-        return float(torch.nn.functional.cosine_similarity(self.vector(request_id), self.tiny.vector(prompt, pooling), dim=0))
+        return float(
+            torch.nn.functional.cosine_similarity(self.vector(request_id), self.tiny.vector(prompt, pooling), dim=0)
+        )
 
     def steps(self) -> list[dict[str, Any]]:
         """What each step held, from the step log."""

@@ -1,7 +1,8 @@
-"""Real forwards: steps mix kinds, tokens equal stock vLLM, vectors equal Transformers with peft, nobody disturbs a neighbour."""
+"""Real forwards: steps mix kinds, tokens equal stock vLLM, vectors equal Transformers with peft."""
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_homogeneous_steps_never_hold_both_kinds_and_alternate(make_engine: Make
     kinds = ["embed" if step["embed"] else "generate" for step in engine.steps()]
     assert not any(step["embed"] and step["decode"] + step["prefill"] for step in engine.steps())
     both = kinds[: len(kinds) - 1 - kinds[::-1].index("embed")]  # until the last embedding step both kinds have work
-    assert all(a != b for a, b in zip(both, both[1:], strict=False))
+    assert all(a != b for a, b in pairwise(both))
 
 
 def test_arrival_order_gives_the_budget_to_whoever_came_first(make_engine: MakeEngine, rng) -> None:
