@@ -8,6 +8,7 @@ and applies nothing. Whether all keys then find a module is checked in the worke
 import hashlib
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,11 +25,13 @@ def rename_keys(keys: Iterable[str]) -> dict[str, str]:
     """Each key and the key that a generate engine expects; unchanged where it is that already.
 
     Raises:
-        AdapterError: there are no LoRA keys at all.
+        AdapterError: there are no LoRA keys at all, or a module is there under both names.
     """
     renamed = {key: _HEADLESS.sub("base_model.model.model.", key) for key in keys}
     if not any(".lora_A." in key or ".lora_B." in key for key in renamed):
         raise AdapterError("no key is a LoRA weight (…lora_A… or …lora_B…)")
+    if len(set(renamed.values())) < len(renamed):
+        raise AdapterError("a module is there twice, with and without the language-model head's prefix")
     return renamed
 
 
@@ -62,13 +65,19 @@ def prepare_adapter(path: str | Path, cache: Path | None = None) -> Path:
 
 
 def _write_copy(folder: Path, names: dict[str, str], copy: Path) -> None:
-    part = copy.with_name(f"{copy.name}.{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    tensors = safetensors.torch.load_file(folder / _WEIGHTS)
-    safetensors.torch.save_file({names[old]: tensor for old, tensor in tensors.items()}, part / _WEIGHTS, {"format": "pt"})
-    shutil.copyfile(folder / "adapter_config.json", part / "adapter_config.json")
+    """Replicas may do this at once, so each writes a folder of its own; the first rename wins and the others are dropped."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{copy.name}.", suffix=".part", dir=copy.parent))
     try:
+        tensors = safetensors.torch.load_file(folder / _WEIGHTS)
+        renamed = {names[old]: tensor for old, tensor in tensors.items()}
+        safetensors.torch.save_file(renamed, part / _WEIGHTS, {"format": "pt"})
+        shutil.copyfile(folder / "adapter_config.json", part / "adapter_config.json")
+        (part / _WEIGHTS).chmod(0o644)  # safetensors writes 0600, mkdtemp makes 0700: other users' replicas read it too
+        part.chmod(0o755)
         part.rename(copy)
-    except OSError:  # another replica was faster
+    except OSError:
+        if not copy.is_dir():
+            raise
+    finally:
         shutil.rmtree(part, ignore_errors=True)
