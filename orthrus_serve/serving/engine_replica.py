@@ -22,7 +22,16 @@ from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import Served
-from orthrus_serve.serving.tunnel import GONE_HEADER, ASGIApp, Header, Start, TunnelRequest, run_app
+from orthrus_serve.serving.tunnel import (
+    GONE_HEADER,
+    LOST_STATUS,
+    UNSEEN_STATUS,
+    ASGIApp,
+    Header,
+    Start,
+    TunnelRequest,
+    run_app,
+)
 from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
@@ -147,7 +156,7 @@ class EngineReplica:
         self._nothing_open.clear()
         try:
             if self._core_is_gone():
-                yield self._gone_start()
+                yield self._gone_start(UNSEEN_STATUS)
                 yield error_bytes(GONE)
                 return
             try:
@@ -175,15 +184,15 @@ class EngineReplica:
                 elif isinstance(item, bytes):
                     yield item.removesuffix(DONE_EVENT)
                 else:
-                    yield self._gone_start() if item[0] >= 500 else item
+                    yield self._gone_start(LOST_STATUS) if item[0] >= 500 else item
         finally:
             await reply.aclose()
 
     def _core_is_gone(self) -> bool:
         return self._is_gone or self._running.engine.errored
 
-    def _gone_start(self) -> Start:
-        return 503, [*JSON_HEADERS, (GONE_HEADER, self._replica_id.encode())]
+    def _gone_start(self, status: int) -> Start:
+        return status, [*JSON_HEADERS, (GONE_HEADER, self._replica_id.encode())]
 
     # --- live settings ----------------------------------------------------------------------------------------------
 

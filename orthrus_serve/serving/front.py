@@ -17,15 +17,17 @@ from ray.serve.handle import DeploymentHandle
 
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
-from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes, sse_error_event
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
 from orthrus_serve.serving.pool import EnginePool, OpenCall, Pool, PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.router_state import state_of
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
 from orthrus_serve.serving.status import StatusPages, installed_versions
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
+    UNSEEN_STATUS,
     Header,
     Message,
     Receive,
@@ -40,7 +42,10 @@ from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
 
-MAX_TRIES = 3
+# A request that was being worked on when its replica died may be the cause: it gets one more replica, not all of them.
+MAX_LOST = 2
+# A replica that refused it unseen, having no engine, costs nothing but a call.
+MAX_CALLS = 8
 RETRY_AFTER_S = 5
 # Everything else a client sends stays here: vLLM takes orders from some headers (data-parallel rank, tracing of its own).
 FORWARDED_HEADERS = frozenset({b"content-type", b"accept", b"traceparent", b"tracestate"})
@@ -48,7 +53,7 @@ HOP_HEADERS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"c
 MAX_REQUEST_ID_CHARS = 128
 
 CUT = RequestError(502, "The replica that was answering is gone; this stream is incomplete.", code="replica_lost")
-LOST = RequestError(503, "Every replica that tried to answer was lost. Try again.", code="replica_lost")
+LOST = RequestError(503, "The replicas that worked on this request were lost. Try again.", code="replica_lost")
 FAILED = RequestError(500, "The server failed to answer this request.", code="internal_error")
 
 
@@ -138,19 +143,26 @@ class FrontApp:
         shape = shape_of_request(request.path, request.body)
         charge = 1 if shape is None else self._estimator.estimate(shape)
         avoid: list[str] = []
-        for _ in range(MAX_TRIES):
+        num_lost = 0
+        for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
             with self._opened(request, charge, avoid) as call:
                 reply = await self._try_reply(call)
                 gone = None if reply is None else _header(reply.headers, GONE_HEADER)
                 if reply is not None and gone is None:
-                    meter = ReplyMeter()
-                    complete = await self._deliver(reply, send, meter)
-                    if shape is not None and complete and reply.status == 200:
-                        learn(self._estimator, shape, meter)
+                    await self._deliver_and_learn(reply, send, shape)
                     return
             avoid += [gone.decode()] if gone else []
+            num_lost += reply is None or reply.status != UNSEEN_STATUS
+            if num_lost == MAX_LOST:
+                break
         raise LOST
+
+    async def _deliver_and_learn(self, reply: Reply, send: "_WatchedSend", shape: RequestShape | None) -> None:
+        meter = ReplyMeter()
+        is_complete = await self._deliver(reply, send, meter)
+        if shape is not None and is_complete and reply.status == 200:
+            learn(self._estimator, shape, meter)
 
     @contextlib.contextmanager
     def _opened(self, request: TunnelRequest, charge: int, avoid: list[str]) -> Iterator[OpenCall]:
@@ -298,6 +310,7 @@ class Front:
 
     def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
         pool = EnginePool(engines)
+        self._load = state_of(pool.deployment)
         metrics = FrontMetrics(args.topology)
         front_id = serve.get_replica_context().replica_id.unique_id
         max_prompt = args.vllm.get("max_model_len")
@@ -312,3 +325,8 @@ class Front:
     async def __serve_build_asgi_app__(self) -> FrontApp:
         """The app that Serve runs."""
         return self._app
+
+    async def info(self) -> dict[str, Any]:
+        """What this Front has open, and the remaining tokens that it has charged for it."""
+        ledger = self._load.ledger
+        return {"routed": self._load.num_routed, "open": ledger.num_open, "tokens": ledger.num_own_tokens}

@@ -173,7 +173,9 @@ def _check_input_ids(field: str, ids: Sequence[object], served: Served) -> None:
 
 def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, is_chat: bool) -> None:
     if name != served.base_name:
-        raise refuse("model", f"{name!r} embeds and does not generate: use {served.base_name!r}, or /v1/embeddings.")
+        raise refuse(
+            "model", f"The model {name!r} embeds and does not generate: use {served.base_name!r}, or /v1/embeddings."
+        )
     if "dimensions" in fields:
         raise refuse("dimensions", "dimensions belongs to /v1/embeddings.")
     num_prompts = 1

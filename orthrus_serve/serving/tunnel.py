@@ -33,6 +33,8 @@ ASGIApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 DISCONNECT_GRACE_S = 5.0
 # A replica whose engine died marks its answer with this header, and the Front asks another one. It never reaches a client.
 GONE_HEADER = b"x-orthrus-replica-gone"
+# The status beside that mark: whether the engine never saw the request, or was working on it when it died.
+UNSEEN_STATUS, LOST_STATUS = 503, 502
 INTERNAL_ERROR = RequestError(500, "The server failed to answer this request.", code="internal_error")
 
 

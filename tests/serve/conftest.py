@@ -1,0 +1,97 @@
+"""One local Ray for the whole suite, with its own folder and ports, so that no other cluster on the machine is met."""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+# Before Ray is imported: by default it would ask for a token, also between the processes of a local cluster.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+
+import ray
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from orthrus_serve.app import compose
+from orthrus_serve.config.schema import AppArgs
+from tests.serve.fakes import start_fake
+
+REPOSITORY = Path(__file__).parents[2]
+FAKE_ARGS: dict[str, Any] = {
+    "topology": "orthrus",
+    "model": {"path": "/nowhere"},
+    "adapters": {"orthrus-embed": {"path": "/nowhere", "dimensions": [4]}},
+    "num_replicas": 2,
+    "num_gpus_per_replica": 0,
+    "num_cpus_per_replica": 0.1,
+    "limits": {"max_body_bytes": 100_000, "max_inputs": 64},
+}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class App:
+    """A running application."""
+
+    name: str
+    url: str
+
+    def info(self, deployment: str) -> list[dict[str, Any]]:
+        """`info()` of every replica of that deployment that answers."""
+        try:
+            asked = serve.get_deployment_handle(deployment, self.name).broadcast("info")
+            return [info for info in asked.results(timeout_s=10, return_exceptions=True) if isinstance(info, dict)]
+        except DeploymentUnavailableError:
+            return []
+
+
+@pytest.fixture(scope="session")
+def serve_url() -> Iterator[str]:
+    """The address of a local Serve."""
+    folder = tempfile.mkdtemp(prefix="orthrus-ray-")  # short: Ray puts sockets below it
+    ray.init(
+        address="local",
+        num_cpus=4,  # logical
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="serve",
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY)}},
+        _temp_dir=folder,
+    )
+    port = free_port()
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, grpc_options={"port": free_port()}
+    )
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def fake(serve_url: str) -> App:
+    """Two replicas with fake engines."""
+    serve.run(compose(AppArgs.model_validate(FAKE_ARGS), start_fake), name="fake", route_prefix="/fake")
+    return App("fake", f"{serve_url}/fake")
+
+
+@pytest.fixture
+def client(fake: App) -> Iterator[httpx.Client]:
+    """An HTTP client of the fake application."""
+    with httpx.Client(base_url=fake.url, timeout=30) as opened:
+        yield opened

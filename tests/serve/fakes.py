@@ -1,0 +1,173 @@
+"""An engine and an OpenAI app whose answers can be worked out by hand, for tests of everything around the engine.
+
+* An embedding of a text is `[its length, 1.0]`, a completion of `max_tokens=n` is `t0 t1 …` with one token a chunk.
+* `usage` counts one token a character. Every answer names its process (`pid`).
+* `"fake": {…}` in a body asks for trouble: see `Trouble`.
+"""
+
+import asyncio
+import contextvars
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.serving.engine_replica import RunningEngine
+
+VOCAB_SIZE, MAX_MODEL_LEN, EMBEDDING_SIZE = 1000, 512, 8
+
+dimensions_asked: contextvars.ContextVar[int | None] = contextvars.ContextVar("dimensions_asked", default=None)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a request may ask of the fake engine. `after` counts tokens that come out well before it happens."""
+
+    delay_s: float = 0.0  # before anything
+    gap_s: float = 0.0  # before each token
+    after: int = 0
+    what: str = ""  # "raise" in the app, "exit" the process, "lose_core" of the engine
+
+
+@dataclass
+class FakeEngine:
+    """Stands for the engine and for its channel."""
+
+    policy: str = "orthrus"
+    errored: bool = False
+    vocab_size: int = VOCAB_SIZE
+    max_model_len: int = MAX_MODEL_LEN
+    open: set[int] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=lambda: {"begun": 0, "finished": 0, "aborted": 0})
+
+    @property
+    def channel(self) -> "FakeEngine":
+        return self
+
+    async def set(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        refused = f"policy {wanted['policy']!r} is not known" if wanted.get("policy") == "nonsense" else None
+        if wanted.get("policy") == "explode":
+            raise RuntimeError("a failed utility call")
+        if refused is None:
+            self.policy = wanted.get("policy", self.policy)
+        return {"applied": {"policy": self.policy}, "refused": refused}
+
+    async def watch(self) -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        if self.errored:
+            raise RuntimeError("EngineDeadError")
+        requests = {str(number): (0, 0, 0, 1) for number in self.open}
+        return {"policy": self.policy, "requests": requests, "totals": {"steps": 3, "embed_tokens": 7}, **self.counts}
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise RuntimeError("EngineDeadError")
+
+    def shutdown(self) -> None:
+        pass
+
+    async def tokens(self, count: int, trouble: Trouble) -> AsyncIterator[int]:
+        """Numbers 0 to `count`, as an engine's output: closing it early is an abort."""
+        self.counts["begun"] += 1
+        number = self.counts["begun"]
+        self.open.add(number)
+        is_done = False
+        try:
+            await asyncio.sleep(trouble.delay_s)
+            for token in range(count):
+                if trouble.what and token == trouble.after:
+                    self._make(trouble.what)
+                await asyncio.sleep(trouble.gap_s)
+                yield token
+            is_done = True
+        finally:
+            self.open.discard(number)
+            self.counts["finished" if is_done else "aborted"] += 1
+
+    def _make(self, what: str) -> None:
+        if what == "exit":
+            os._exit(1)
+        self.errored = what == "lose_core"
+        raise RuntimeError(f"the fake was told to {what}")
+
+
+def fake_app(engine: FakeEngine) -> Starlette:
+    """The OpenAI app over a fake engine, as far as tests need it."""
+
+    async def embeddings(request: Request) -> Response:
+        body = await request.json()
+        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        async for _ in engine.tokens(1, Trouble(**body.get("fake", {}))):
+            pass
+        data = [{"object": "embedding", "index": i, "embedding": [float(len(t)), 1.0]} for i, t in enumerate(texts)]
+        extra = {
+            "pid": os.getpid(),
+            "dimensions": dimensions_asked.get(),
+            "request_id": request.headers["x-request-id"],
+        }
+        return JSONResponse({"object": "list", "model": body["model"], "data": data, "usage": _usage(texts), **extra})
+
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        tokens = engine.tokens(body.get("max_tokens", 3), Trouble(**body.get("fake", {})))
+        if body.get("stream"):
+            return StreamingResponse(_events(tokens), media_type="text/event-stream")
+        text = " ".join([f"t{token}" async for token in tokens])
+        choices = [{"index": 0, "text": text, "finish_reason": "length"}]
+        return JSONResponse(
+            {"object": "text_completion", "model": body["model"], "choices": choices, "pid": os.getpid()}
+        )
+
+    async def models(_: Request) -> Response:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": "orthrus"}, {"id": "orthrus-embed"}], "pid": os.getpid()}
+        )
+
+    async def vllm_error(_: Request) -> Response:
+        return JSONResponse({"error": {"message": "no", "type": "BadRequestError", "param": "x", "code": 400}}, 400)
+
+    routes = [
+        Route("/v1/embeddings", _until_disconnect(embeddings), methods=["POST"]),
+        Route("/v1/completions", _until_disconnect(completions), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/tokenize", vllm_error, methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
+
+
+def _until_disconnect(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """As vLLM's `with_cancellation`: the handler runs in a task of its own, which a disconnect cancels."""
+
+    async def endpoint(request: Request) -> Response:
+        await request.body()
+        handling = asyncio.create_task(handler(request))
+        leaving = asyncio.create_task(request.receive())
+        await asyncio.wait({handling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        (leaving if handling.done() else handling).cancel()
+        return handling.result() if handling.done() else Response()
+
+    return endpoint
+
+
+async def _events(tokens: AsyncIterator[int]) -> AsyncIterator[str]:
+    async for token in tokens:
+        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': f't{token}'}], 'pid': os.getpid()})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _usage(texts: list[str]) -> dict[str, int]:
+    count = sum(len(text) for text in texts)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+async def start_fake(args: AppArgs) -> RunningEngine:
+    """What `EngineReplica` gets in place of a real engine."""
+    engine = FakeEngine()
+    return RunningEngine(engine, fake_app(engine), EMBEDDING_SIZE, dimensions_asked)

@@ -1,0 +1,45 @@
+"""What a Front knows of its replicas' load, through the life of requests as Serve reports it."""
+
+from orthrus_serve.serving.router_state import RouterState, state_of
+from orthrus_serve.types import ReplicaId
+
+A, B = ReplicaId("a"), ReplicaId("b")
+
+
+def test_requests_go_to_whoever_has_least_left_and_end_at_zero() -> None:
+    state = RouterState()
+    first = state.choose_and_charge("1", [A, B], 100)
+    second = state.choose_and_charge("2", [A, B], 10)
+    third = state.choose_and_charge("3", [A, B], 10)
+    assert second == third != first
+    for request, replica in (("1", first), ("2", second), ("3", third)):
+        state.settle(request, replica)
+    assert (state.ledger.num_open, state.ledger.num_own_tokens) == (0, 0)
+
+
+def test_a_replica_that_just_failed_a_request_is_avoided_by_it_unless_it_is_the_only_one() -> None:
+    state = RouterState()
+    assert all(state.choose_and_charge(str(n), [A, B], 100, avoid=["a"]) == B for n in range(5))
+    assert state.choose_and_charge("x", [A], 1, avoid=["a"]) == A
+
+
+def test_the_late_end_of_a_first_try_does_not_settle_the_second() -> None:
+    state = RouterState()
+    state.choose_and_charge("1", [A], 50)
+    state.choose_and_charge("1", [B], 50)
+    state.settle("1", A)
+    assert (state.ledger.load(A), state.ledger.load(B)) == (0, 50)
+
+
+def test_a_dead_replica_is_forgotten_and_a_late_end_finds_nothing() -> None:
+    state = RouterState()
+    state.choose_and_charge("1", [A], 50)
+    state.forget(A)
+    state.settle("1", A)
+    state.settle("never charged", B)
+    assert (state.ledger.num_open, state.ledger.load(A)) == (0, 0)
+
+
+def test_router_and_metrics_of_one_process_share_one_state() -> None:
+    assert state_of("app/Engine") is state_of("app/Engine")
+    assert state_of("app/Engine") is not state_of("other/Engine")

@@ -1,0 +1,172 @@
+"""The tunnel without a cluster: any ASGI app on one side, the sequence of its reply on the other."""
+
+import asyncio
+import contextvars
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from orthrus_serve.serving.tunnel import Start, TruncatedReplyError, TunnelRequest, read_reply, run_app
+
+JSON = [(b"content-type", b"application/json")]
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+REQUEST = TunnelRequest("POST", "/v1/completions", b"a=1", [(b"x", b"y")], b'{"prompt": "hi"}')
+
+
+def start(status: int = 200, headers: Any = JSON) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def body(chunk: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": chunk, "more_body": more}
+
+
+def replying(*messages: dict[str, Any], then: BaseException | None = None) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+        if then is not None:
+            raise then
+
+    return app
+
+
+async def reply_of(app: Any) -> tuple[int, dict[bytes, bytes], bytes]:
+    items = [item async for item in run_app(app, REQUEST)]
+    status, headers = items[0]
+    return status, dict(headers), b"".join(items[1:])  # pyright: ignore
+
+
+async def test_the_app_sees_the_request_as_it_was_sent() -> None:
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.update(scope, message=await receive())
+        await send(start())
+        await send(body(b"{}"))
+
+    assert await reply_of(app) == (200, dict(JSON), b"{}")
+    assert (seen["method"], seen["path"], seen["query_string"]) == ("POST", "/v1/completions", b"a=1")
+    assert seen["headers"] == [(b"x", b"y")]
+    assert seen["message"] == {"type": "http.request", "body": REQUEST.body, "more_body": False}
+    assert seen["asgi"]["spec_version"] == "2.3"
+
+
+async def test_chunks_that_wait_are_joined_and_none_is_lost() -> None:
+    app = replying(start(headers=SSE), body(b"a", True), body(b"b", True), body(b"", True), body(b"c"))
+    items = [item async for item in run_app(app, REQUEST)]
+    assert items == [(200, SSE), b"abc"]
+
+
+async def test_an_app_that_raises_before_its_first_byte_is_a_500_in_openai_shape() -> None:
+    status, headers, raw = await reply_of(replying(then=RuntimeError("secret")))
+    error = json.loads(raw)["error"]
+    assert status == 500
+    assert headers[b"content-type"] == b"application/json"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize("then", [RuntimeError("broken"), None])
+async def test_a_stream_that_breaks_off_ends_in_an_error_event(then: BaseException | None) -> None:
+    _, _, raw = await reply_of(replying(start(headers=SSE), body(b'data: {"x":1}\n\n', True), then=then))
+    first, last = raw.decode().strip().split("\n\n")
+    assert first == 'data: {"x":1}'
+    event, data = last.split("\n")
+    assert event == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert b"[DONE]" not in raw
+
+
+async def test_any_other_body_that_breaks_off_is_an_error_and_not_a_short_answer() -> None:
+    with pytest.raises(TruncatedReplyError):
+        await reply_of(replying(start(), body(b'{"a":', True), then=RuntimeError("broken")))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "param"),
+    [
+        (b'{"error":{"message":"no","type":"BadRequestError","param":"n","code":400}}', "no", "n"),
+        (b'{"detail":"Not Found"}', "Not Found", None),
+        (b'{"detail":[{"loc":["body"]}]}', '[{"loc": ["body"]}]', None),
+        (b'{"error":"plain"}', "plain", None),
+        (b"Internal Server Error", "Internal Server Error", None),
+        (b"[1]", "[1]", None),
+        (b"", "The request failed with status 400.", None),
+        (b"\xff", "\ufffd", None),
+    ],
+)
+async def test_errors_of_the_app_are_put_into_openai_shape(raw: bytes, message: str, param: str | None) -> None:
+    headers = [*JSON, (b"content-length", b"3"), (b"retry-after", b"7")]
+    status, sent, got = await reply_of(replying(start(400, headers), body(raw)))
+    expected = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    assert (status, json.loads(got)) == (400, {"error": expected})
+    assert sent[b"retry-after"] == b"7"
+    assert b"content-length" not in sent
+
+
+async def test_a_client_that_leaves_is_told_to_the_app_which_is_not_cancelled() -> None:
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(start(headers=SSE))
+        await send(body(b"data: 1\n\n", True))
+        message = await receive()
+        await asyncio.sleep(0)  # would raise if the task were cancelled
+        await send(body(b"nobody reads this", True))
+        heard.append(message["type"])
+
+    reply = run_app(app, REQUEST)
+    assert await anext(reply) == (200, SSE)
+    assert await anext(reply) == b"data: 1\n\n"
+    await reply.aclose()
+    await asyncio.sleep(0.01)
+    assert heard == ["http.disconnect"]
+
+
+async def test_the_app_runs_in_the_given_context() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    context = contextvars.copy_context()
+    context.run(variable.set, 7)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start())
+        await send(body(str(variable.get()).encode()))
+
+    items = [item async for item in run_app(app, REQUEST, context=context)]
+    assert items[1] == b"7"
+    assert variable.get() == 0
+
+
+# --- front side -----------------------------------------------------------------------------------------------------
+
+
+async def stream(*items: Start | bytes, then: BaseException | None = None) -> AsyncIterator[Start | bytes]:
+    for item in items:
+        yield item
+    if then is not None:
+        raise then
+
+
+async def test_a_body_is_read_whole_before_anything_may_be_sent() -> None:
+    reply = await read_reply(stream((200, JSON), b"ab", b"cd"))
+    assert (reply.status, reply.body, reply.rest) == (200, b"abcd", None)
+    with pytest.raises(ConnectionError):
+        await read_reply(stream((200, JSON), b"ab", then=ConnectionError()))
+
+
+async def test_an_event_stream_is_held_until_its_first_chunk_and_no_longer() -> None:
+    reply = await read_reply(stream((200, SSE), b"data: 1\n\n", b"data: 2\n\n"))
+    assert reply.body == b"data: 1\n\n"
+    assert reply.rest is not None
+    assert [chunk async for chunk in reply.rest] == [b"data: 2\n\n"]
+    with pytest.raises(ConnectionError):
+        await read_reply(stream((200, SSE), then=ConnectionError()))
+
+
+async def test_a_reply_that_never_begins_is_truncated() -> None:
+    with pytest.raises(TruncatedReplyError):
+        await read_reply(stream())
