@@ -43,6 +43,6 @@ def make_engine(tiny: TinyModel, tmp_path: Path) -> Iterator[Callable[..., Engin
 
 
 @pytest.fixture
-def rng() -> random.Random:
-    """Randomness with a fixed seed."""
-    return random.Random(7)
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness with a seed of the test's own: prompts shared between tests would be prefix-cache hits."""
+    return random.Random(request.node.name)
