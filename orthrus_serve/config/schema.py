@@ -65,11 +65,16 @@ class AdapterSpec(Section):
 class EngineSpec(Section):
     """How one engine mixes kinds within a step.
 
-    `min_share` is the smallest share of a step's budget that a kind with waiting work gets (0 to 0.5; policy `orthrus`).
+    `min_share` is the smallest share of a step's budget that a kind with waiting work gets (0 to 0.5; policy `orthrus`), and
+    `max_wait_steps` the number of steps after which a kind whose oldest request still waits goes first.
+    `target_tpot_ms` bounds the time of steps that hold decodes, by a model of step times fitted as the engine runs; None lets
+    every step be as large as vLLM's `max_num_batched_tokens`.
     `step_log` names a file to which each step's composition is appended as a JSON line; None writes none.
     """
 
     min_share: float = Field(default=0.125, ge=0.0, le=0.5)
+    max_wait_steps: int = Field(default=64, ge=1)
+    target_tpot_ms: float | None = Field(default=None, gt=0)
     step_log: str | None = None
 
 
@@ -94,6 +99,8 @@ class LiveSpec(Section):
 
     policy: PolicyName | None = None
     min_share: float | None = Field(default=None, ge=0.0, le=0.5)
+    max_wait_steps: int | None = Field(default=None, ge=1)
+    target_tpot_ms: float | None = Field(default=None, gt=0)
     step_tokens: int | None = Field(default=None, ge=1)
 
 

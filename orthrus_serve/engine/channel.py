@@ -11,16 +11,17 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from orthrus_serve.engine.lane_queue import LaneQueue, lane_of
-from orthrus_serve.engine.settings import POLICIES
+from orthrus_serve.engine.settings import LiveSettings
 from orthrus_serve.engine.step_record import StepRecorder
 from orthrus_serve.engine.vllm_compat import EngineCore, Scheduler
+from orthrus_serve.errors import ConfigError
 from orthrus_serve.policy.step_plan import LANES
-from orthrus_serve.types import PolicyName
 
 Report = dict[str, Any]
 
@@ -40,8 +41,7 @@ def install_channel() -> None:
 class CoreChannelMixin(_SchedulerBase):
     """The core's end, on the scheduler. Runs on the core's own thread, between two steps."""
 
-    mixing_policy: PolicyName
-    min_share: float
+    live: LiveSettings
     waiting: LaneQueue
     recorder: StepRecorder
 
@@ -88,18 +88,12 @@ class CoreChannelMixin(_SchedulerBase):
 
     def _set(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """All or nothing: either every setting is applied from the next step on, or none."""
-        refused = _reason_to_refuse(wanted, self.vllm_config.scheduler_config.max_num_batched_tokens)
-        if refused is None:
-            self.mixing_policy = wanted.get("policy", self.mixing_policy)
-            self.min_share = float(wanted.get("min_share", self.min_share))
-            self.max_num_scheduled_tokens = int(wanted.get("step_tokens", self.max_num_scheduled_tokens))
-        applied = {
-            "policy": self.mixing_policy,
-            "min_share": self.min_share,
-            "step_tokens": self.max_num_scheduled_tokens,
-            "step": self.recorder.totals.steps,
-        }
-        return {"applied": applied, "refused": refused}
+        refused = None
+        try:
+            self.live = self.live.changed(wanted, self.vllm_config.scheduler_config.max_num_batched_tokens)
+        except ConfigError as error:
+            refused = str(error)
+        return {"applied": {**asdict(self.live), "step": self.recorder.totals.steps}, "refused": refused}
 
     def _watch(self, gap_s: float | None) -> "Future[Report]":
         self._report_gap_s = float(gap_s or 0.0)
@@ -126,34 +120,13 @@ class CoreChannelMixin(_SchedulerBase):
             most = request.max_tokens if lane == 0 else 0
             requests[request.request_id] = (int(lane), left, request.num_output_tokens, most)
         return {
-            "policy": self.mixing_policy,
-            "step_tokens": self.max_num_scheduled_tokens,
+            "policy": self.live.policy,
             "running": len(self.running),
             "waiting": len(self.waiting),
             "prompt_left": {lane.kind: prompt_left[lane] for lane in LANES},
             "totals": self.recorder.totals.as_dict(),
             "requests": requests,
         }
-
-
-def _reason_to_refuse(wanted: Mapping[str, Any], max_step_tokens: int) -> str | None:
-    unknown = sorted(set(wanted) - {"policy", "min_share", "step_tokens"})
-    if unknown:
-        return f"unknown setting {unknown[0]!r}; there are policy, min_share and step_tokens"
-    policy, share, tokens = wanted.get("policy"), wanted.get("min_share"), wanted.get("step_tokens")
-    if policy is not None and policy not in POLICIES:
-        return f"policy {policy!r} is not one of {', '.join(POLICIES)}"
-    if share is not None and not (_is_number(share) and 0 <= share <= 0.5):
-        return f"min_share {share!r} is not a number from 0 to 0.5"
-    if tokens is not None and not (
-        isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= max_step_tokens
-    ):
-        return f"step_tokens {tokens!r} is not a whole number from 1 to {max_step_tokens}"
-    return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class EngineChannel:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing_extensions import override
 
 from orthrus_serve.engine.vllm_compat import Request, RequestQueue
-from orthrus_serve.policy.step_plan import LANES, Lane, StepPlan, next_lane
+from orthrus_serve.policy.step_plan import LANES, Ages, Lane, StepPlan, next_lane
 
 
 def lane_of(request: Request) -> Lane:
@@ -31,11 +31,24 @@ class LaneQueue(RequestQueue):
 
     def __init__(self) -> None:
         self._lines: tuple[deque[Request], deque[Request]] = (deque(), deque())
-        self._counted: dict[str, int] = {}
+        self._added: dict[str, tuple[int, int]] = {}  # request id → tokens left and step number when it was added
+        self._step = 0
         self._tokens = [0, 0]
         self._plan: StepPlan | None = None
         self._left = [0, 0]
         self._offered: Lane | None = None
+
+    def tick(self) -> None:
+        """A step begins: waiting is counted in steps."""
+        self._step += 1
+
+    def ages(self, max_wait_steps: int) -> Ages:
+        """Which lanes' heads have waited for more than `max_wait_steps`, and which head is the older one."""
+        heads = [lane for lane in LANES if self._lines[lane]]
+        overdue = [
+            lane for lane in heads if self._step - self._added[self._lines[lane][0].request_id][1] > max_wait_steps
+        ]
+        return Ages(frozenset(overdue), self._oldest())
 
     def begin(self, plan: StepPlan) -> None:
         """Offers heads by this plan until `end`."""
@@ -128,18 +141,19 @@ class LaneQueue(RequestQueue):
     def _count(self, request: Request) -> None:
         # What was added is remembered: a preempted request may still grow while it waits (async scheduling delivers tokens
         # that were in flight), and a total that takes away more than was added never comes back to zero.
-        self._counted[request.request_id] = tokens_left(request)
-        self._tokens[lane_of(request)] += self._counted[request.request_id]
+        tokens, _ = self._added[request.request_id] = (tokens_left(request), self._step)
+        self._tokens[lane_of(request)] += tokens
 
     def _uncount(self, request: Request) -> None:
-        self._tokens[lane_of(request)] -= self._counted.pop(request.request_id, 0)
+        tokens, _ = self._added.pop(request.request_id, (0, 0))
+        self._tokens[lane_of(request)] -= tokens
 
     def _next(self) -> Lane | None:
         if self._plan is None:
             return self._oldest()
         self._hand_over_unused()
         can_start = [bool(self._lines[lane]) and self._may_start(lane) for lane in LANES]
-        return next_lane(self._left, self._plan.quota, can_start)
+        return next_lane(self._left, self._plan.quota, can_start, self._plan.ages)
 
     def _oldest(self) -> Lane | None:
         lanes = [lane for lane in LANES if self._lines[lane]]

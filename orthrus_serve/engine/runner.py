@@ -18,6 +18,7 @@ from orthrus_serve.engine.lora_check import require_bound
 from orthrus_serve.engine.pooling import ChunkRows, FinishedVectors, ProgressivePooler
 from orthrus_serve.engine.settings import EngineSettings
 from orthrus_serve.engine.vllm_compat import SchedulerOutput
+from orthrus_serve.engine.vllm_fixes import unfinished_prompts_without_seeds
 
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
@@ -148,8 +149,15 @@ def attach_vectors(
 
 
 class _V1Rows(MixedRunnerMixin):
+    discard_request_mask: Any
     input_batch: Any
     query_start_loc: Any
+
+    @override
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        with unfinished_prompts_without_seeds(self.input_batch, discarded):
+            return super().sample_tokens(grammar_output)
 
     @override
     def _rows(self) -> Rows:

@@ -1,10 +1,13 @@
-"""The mixed scheduler: decides caps and order around vLLM's own `schedule()`, and leaves the scheduling to it.
+"""The mixed scheduler: decides budget, caps and order around vLLM's own `schedule()`, and leaves the scheduling to it.
 
-Adds to stock: a lane per kind, quotas per step by policy, no prefix-cache reads for pooling that needs every hidden state, a
-record of what each step held, and the core's end of the channel. vLLM names this module by `scheduler_cls`; importing it in
-EngineCore also installs the channel.
+Adds to stock: a lane per kind, quotas per step by policy, a step-time target, no prefix-cache reads for pooling that needs
+every hidden state, a record of what each step held, and the core's end of the channel. vLLM names this module by
+`scheduler_cls`; importing it in EngineCore also installs the channel.
 """
 
+import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
@@ -22,11 +25,33 @@ from orthrus_serve.engine.vllm_compat import (
     SchedulerOutput,
     verify_hooks,
 )
-from orthrus_serve.policy.step_plan import LANES, Admissible, Lane, LaneLoad, StepPlan, plan_alternating, plan_step
-from orthrus_serve.types import PolicyName
+from orthrus_serve.policy.step_plan import Admissible, Ages, Lane, LaneLoad, StepPlan, plan_alternating, plan_step
+from orthrus_serve.policy.step_time import StepTimeModel, step_budget
 
 verify_hooks(SCHEDULER_HOOKS)
 install_channel()
+
+# Tokens beside decodes that a time target never takes away, so that every wait stays bounded.
+LEAST_PREFILL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do before a step: decode tokens, each lane's load, free slots and free KV blocks."""
+
+    decodes: int
+    loads: tuple[LaneLoad, LaneLoad]
+    free_slots: int
+    free_blocks: int
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that could be computed at once, were there no budget; waiting requests only as slots and memory allow."""
+        loads = self.loads
+        waiting = sum(
+            a.tokens for load in loads for a in load.waiting[: self.free_slots] if a.blocks <= self.free_blocks
+        )
+        return self.decodes + loads[0].running_tokens + loads[1].running_tokens + waiting
 
 
 class MixedSchedulerMixin(CoreChannelMixin):
@@ -35,12 +60,15 @@ class MixedSchedulerMixin(CoreChannelMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = EngineSettings.from_additional_config(self.vllm_config.additional_config)
-        self.mixing_policy: PolicyName = self.settings.policy
-        self.min_share = self.settings.min_share
+        self.live = self.settings.live
         self.waiting = LaneQueue()
         self.recorder = StepRecorder(self.settings.step_log)
+        self.step_time = StepTimeModel(scale=self.scheduler_config.max_num_batched_tokens)
+        self._own_budget = self.max_num_scheduled_tokens
         self._idle_lane: Lane | None = None
         self._last_lane = Lane.EMBED
+        self._in_flight: deque[tuple[int, int, float]] = deque()  # tokens, decodes, start of each step not yet updated
+        self._last_end_s = 0.0
 
     @override
     def add_request(self, request: Request) -> None:
@@ -53,18 +81,36 @@ class MixedSchedulerMixin(CoreChannelMixin):
 
     @override
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        budget = self.max_num_scheduled_tokens
-        plan = self._plan(budget)
+        self.waiting.tick()
+        if self.live.policy != "hetero_fcfs":
+            # Decodes first: they are reserved, and stock preemption takes its victims from the tail. The sort is stable.
+            self.running.sort(key=lambda request: request.is_prefill_chunk)
+        work = self._survey()
+        budget = self._step_budget(work)
+        plan = self._plan(work, budget)
         if plan is not None:
             self.waiting.begin(plan)
+        self.max_num_scheduled_tokens = budget  # what the stock loop starts from
         try:
             output = super().schedule(throttle_prefills)
         finally:
             self._idle_lane = None
             self.waiting.end()
-        self._record(output, budget)
+        self._record(output, budget, work)
         self.push_report()
         return output
+
+    @override
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if self._in_flight:
+            # Steps overlap with async scheduling: a step runs from its start or the end of the one before, whichever is later.
+            tokens, decodes, start_s = self._in_flight.popleft()
+            end_s = time.monotonic()
+            duration_s = end_s - max(start_s, self._last_end_s)
+            self._last_end_s = end_s
+            self.step_time.observe(tokens, decodes, duration_s)
+            self.recorder.totals.busy_s += duration_s
+        return super().update_from_output(scheduler_output, *args, **kwargs)
 
     # Both loops of the stock schedule() call this with the token count of each request, and take 0 for "not now".
     @override
@@ -77,44 +123,61 @@ class MixedSchedulerMixin(CoreChannelMixin):
             return count  # a decode: reserved before the quotas were made
         return self.waiting.take(lane, count)
 
-    def _plan(self, budget: int) -> StepPlan | None:
-        """This step's plan; None means arrival order without quotas."""
-        if self.mixing_policy == "hetero_fcfs":
-            return None
-        # Decodes first: they are reserved, and stock preemption takes its victims from the tail. The sort is stable.
-        self.running.sort(key=lambda request: request.is_prefill_chunk)
-        prefill, num_decodes = self._running_tokens()
-        free_slots = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
-        free_blocks = self._num_free_blocks()
-        loads = (
-            LaneLoad(prefill[0], self._admissible(Lane.GENERATE, free_slots, budget)),
-            LaneLoad(prefill[1], self._admissible(Lane.EMBED, free_slots, budget)),
+    def _step_budget(self, work: Work) -> int:
+        largest = min(self._own_budget, self.live.step_tokens or self._own_budget)
+        target_ms = self.live.target_tpot_ms
+        return step_budget(
+            self.step_time,
+            None if target_ms is None else target_ms / 1e3,
+            work.decodes,
+            least_prefill=LEAST_PREFILL_TOKENS,
+            max_tokens=largest,
         )
-        if self.mixing_policy == "orthrus":
-            return plan_step(budget - num_decodes, loads, free_slots, free_blocks, self.min_share)
-        work = [bool(load.running_tokens or (load.waiting and load.waiting[0].blocks <= free_blocks)) for load in loads]
-        work[Lane.GENERATE] = work[Lane.GENERATE] or num_decodes > 0
-        self._last_lane, plan = plan_alternating(self._last_lane, (work[0], work[1]), budget)
+
+    def _plan(self, work: Work, budget: int) -> StepPlan | None:
+        """This step's plan; None means arrival order without quotas."""
+        if self.live.policy == "hetero_fcfs":
+            return None
+        if self.live.policy == "orthrus":
+            return plan_step(
+                budget - work.decodes,
+                work.loads,
+                free_slots=work.free_slots,
+                free_blocks=work.free_blocks,
+                min_share=self.live.min_share,
+                ages=self.waiting.ages(self.live.max_wait_steps),
+            )
+        has_work = [
+            bool(load.running_tokens or (load.waiting and load.waiting[0].blocks <= work.free_blocks))
+            for load in work.loads
+        ]
+        has_work[Lane.GENERATE] = has_work[Lane.GENERATE] or work.decodes > 0
+        older = self.waiting.ages(self.live.max_wait_steps).older
+        self._last_lane, plan = plan_alternating(self._last_lane, (has_work[0], has_work[1]), budget, Ages(older=older))
         self._idle_lane = self._last_lane.other
         return plan
 
-    def _running_tokens(self) -> tuple[list[int], int]:
-        """Prefill tokens left of running requests per lane, and tokens of the decodes that this step will compute."""
-        prefill, num_decodes = [0, 0], 0
+    def _survey(self) -> Work:
+        prefill, decodes = [0, 0], 0
         for request in self.running:
             count = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             if request.is_prefill_chunk:
                 prefill[lane_of(request)] += max(count, 0)
             elif not _last_token_in_flight(request):
-                num_decodes += max(count, 0)
-        return prefill, num_decodes
+                decodes += max(count, 0)
+        free_slots = max(0, self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input)
+        loads = (
+            LaneLoad(prefill[0], self._admissible(Lane.GENERATE, free_slots)),
+            LaneLoad(prefill[1], self._admissible(Lane.EMBED, free_slots)),
+        )
+        return Work(decodes, loads, free_slots, self._num_free_blocks())
 
-    def _admissible(self, lane: Lane, free_slots: int, budget: int) -> tuple[Admissible, ...]:
+    def _admissible(self, lane: Lane, free_slots: int) -> tuple[Admissible, ...]:
         """Heads of a lane's line that could start, up to the free slots and one budget's worth of tokens."""
         heads: list[Admissible] = []
         tokens = 0
         for request in self.waiting.line(lane):
-            if len(heads) >= free_slots or tokens >= budget:
+            if len(heads) >= free_slots or tokens >= self._own_budget:
                 break
             heads.append(Admissible(tokens_left(request), -(-request.num_tokens // self.block_size)))
             tokens += heads[-1].tokens
@@ -126,7 +189,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
         pool = self.kv_cache_manager.block_pool
         return pool.get_num_free_blocks() if self.running else pool.num_gpu_blocks * self.max_num_active_reqs
 
-    def _record(self, output: SchedulerOutput, budget: int) -> None:
+    def _record(self, output: SchedulerOutput, budget: int, work: Work) -> None:
+        self._in_flight.append((output.total_num_scheduled_tokens, work.decodes, time.monotonic()))
         rows: dict[str, tuple[str, int, int]] = {}
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -136,8 +200,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
             else:
                 rows[request_id] = ("decode" if start >= request.num_prompt_tokens else "prefill", start, count)
         preempted = sorted(output.preempted_req_ids or ())
-        facts = {"policy": self.mixing_policy, "waiting": len(self.waiting), "preempted": preempted}
-        self.recorder.record(rows, budget, facts)
+        facts = {"policy": self.live.policy, "waiting": len(self.waiting), "preempted": preempted}
+        self.recorder.record(rows, budget, work.usable_tokens, facts)
 
 
 def _last_token_in_flight(request: Request) -> bool:
@@ -153,6 +217,3 @@ class MixedScheduler(MixedSchedulerMixin, Scheduler):
 
 class MixedAsyncScheduler(MixedSchedulerMixin, AsyncScheduler):
     """The mixed scheduler where async scheduling is on (CUDA). Subclassing `Scheduler` there would turn it off."""
-
-
-__all__ = ["LANES", "MixedAsyncScheduler", "MixedScheduler", "MixedSchedulerMixin"]

@@ -3,8 +3,9 @@
 Travels in vLLM's `additional_config`, the one sanctioned way. Leaves out everything live (that goes by `channel.py`).
 """
 
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self, get_args
 
 from orthrus_serve.config.schema import AdapterSpec, AppArgs
@@ -31,14 +32,66 @@ class PoolingSpec:
 
 
 @dataclass(frozen=True)
+class LiveSettings:
+    """What may change while the engine runs, from the next step on.
+
+    Attributes:
+        policy: how kinds share a step.
+        min_share: floor of each kind as a part of the budget (policy `orthrus`), 0 to 0.5.
+        max_wait_steps: a kind whose oldest waiting request waited for more steps goes first (policy `orthrus`).
+        target_tpot_ms: time target of steps that hold decodes; None holds nothing back.
+        step_tokens: largest token budget; None is the engine's own.
+    """
+
+    policy: PolicyName = "orthrus"
+    min_share: float = 0.125
+    max_wait_steps: int = 64
+    target_tpot_ms: float | None = None
+    step_tokens: int | None = None
+
+    def changed(self, wanted: Mapping[str, Any], max_step_tokens: int) -> Self:
+        """These settings with some replaced.
+
+        Raises:
+            ConfigError: the first wanted value that cannot be, with what can.
+        """
+        names = {field.name for field in fields(self)}
+        for name, value in wanted.items():
+            if name not in names:
+                raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(names))}")
+            problem = _problem(name, value, max_step_tokens)
+            if problem:
+                raise ConfigError(f"{name} {value!r} is not {problem}")
+        return replace(self, **wanted)
+
+
+def _problem(name: str, value: Any, max_step_tokens: int) -> str | None:
+    """What a value of a live setting should have been; None when it is that."""
+    if name == "policy":
+        return None if value in POLICIES else f"one of {', '.join(POLICIES)}"
+    if name in ("target_tpot_ms", "step_tokens") and value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "min_share":
+        return None if is_number and 0 <= value <= 0.5 else "a number from 0 to 0.5"
+    if name == "target_tpot_ms":
+        return None if is_number and 0 < value < float("inf") else "a number of milliseconds above 0, or null"
+    is_whole = is_number and isinstance(value, int)
+    if name == "max_wait_steps":
+        return None if is_whole and value >= 1 else "a whole number from 1"
+    return (
+        None if is_whole and 1 <= value <= max_step_tokens else f"a whole number from 1 to {max_step_tokens}, or null"
+    )
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """The part of the configuration that the scheduler and the workers read.
 
     `adapters` maps an adapter's served name to its pooling; the request itself may only override what HTTP can say.
     """
 
-    policy: PolicyName = "orthrus"
-    min_share: float = 0.125
+    live: LiveSettings = LiveSettings()
     step_log: str | None = None
     adapters: Mapping[str, PoolingSpec] = field(default_factory=dict)
 
@@ -46,7 +99,9 @@ class EngineSettings:
     def from_args(cls, args: AppArgs) -> Self:
         """The settings of an application's engines."""
         adapters = {name: _pooling_of(spec) for name, spec in args.adapters.items()}
-        return cls(args.topology, args.engine.min_share, args.engine.step_log, adapters)
+        engine = args.engine
+        live = LiveSettings(args.topology, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms)
+        return cls(live, engine.step_log, adapters)
 
     def to_additional_config(self) -> dict[str, Any]:
         """A JSON-able mapping for vLLM's `additional_config`."""
@@ -62,12 +117,10 @@ class EngineSettings:
         raw = dict(additional_config.get(KEY, {})) if isinstance(additional_config, Mapping) else {}
         adapters = {name: _parse_pooling(name, spec) for name, spec in raw.pop("adapters", {}).items()}
         try:
-            settings = cls(**raw, adapters=adapters)
-        except TypeError as error:
+            live = LiveSettings().changed(raw.pop("live", {}), max_step_tokens=sys.maxsize)
+            return cls(live, **raw, adapters=adapters)
+        except (TypeError, ConfigError) as error:
             raise ConfigError(f"additional_config.{KEY}: {error}") from error
-        if settings.policy not in POLICIES:
-            raise ConfigError(f"additional_config.{KEY}.policy: {settings.policy!r} is not one of {POLICIES}")
-        return settings
 
     def pooling_of(self, adapter: str | None, overrides: Mapping[str, Any] | None) -> PoolingSpec:
         """The pooling of one request: its adapter's, with the request's own `pooling`, `normalize` and `dimensions`."""

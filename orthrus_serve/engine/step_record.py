@@ -9,9 +9,11 @@ from typing import Any, TextIO
 
 @dataclass
 class StepTotals:
-    """Totals since the engine started. Tokens are scheduled tokens; `budget_tokens` is what the steps could have held.
+    """Totals since the engine started.
 
-    A step is mixed when it held tokens of both kinds.
+    Tokens are scheduled tokens. `budget_tokens` is what the steps could have held: fill is scheduled ÷ budget. `wasted_tokens`
+    could have been computed within the budget and were not. `busy_s` is time with a step running. A step is mixed when it held
+    tokens of both kinds.
     """
 
     steps: int = 0
@@ -20,9 +22,11 @@ class StepTotals:
     prefill_tokens: int = 0
     embed_tokens: int = 0
     budget_tokens: int = 0
+    wasted_tokens: int = 0
+    busy_s: float = 0.0
     preemptions: int = 0
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, float]:
         """The totals by name."""
         return asdict(self)
 
@@ -34,12 +38,15 @@ class StepRecorder:
         self.totals = StepTotals()
         self._file: TextIO | None = Path(path).open("a", buffering=1) if path else None  # noqa: SIM115  lives with the engine
 
-    def record(self, rows: Mapping[str, tuple[str, int, int]], budget: int, facts: Mapping[str, Any]) -> None:
+    def record(
+        self, rows: Mapping[str, tuple[str, int, int]], budget: int, usable: int, facts: Mapping[str, Any]
+    ) -> None:
         """Records one step.
 
         Args:
             rows: request id → (part, first position, tokens); part is "decode", "prefill" or "embed".
             budget: tokens that the step could have held.
+            usable: tokens of work that could have been computed in it, without regard to the budget.
             facts: anything else for the log line (policy, preempted ids, ...).
         """
         tokens = {"decode": 0, "prefill": 0, "embed": 0}
@@ -54,6 +61,8 @@ class StepRecorder:
             totals.prefill_tokens += tokens["prefill"]
             totals.embed_tokens += tokens["embed"]
             totals.budget_tokens += budget
+        wasted = max(0, min(budget, usable) - sum(tokens.values()))
+        totals.wasted_tokens += wasted
         if self._file is not None and (rows or facts.get("preempted")):
-            line = {"step": totals.steps, **tokens, "budget": budget, "rows": rows, **facts}
+            line = {"step": totals.steps, **tokens, "budget": budget, "wasted": wasted, "rows": rows, **facts}
             self._file.write(json.dumps(line) + "\n")

@@ -1,6 +1,7 @@
 """Fixes of bugs in stock vLLM that a mixed engine meets beside AsyncLLM. Each says what goes wrong without it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
@@ -37,3 +38,18 @@ def fix_output_processor(llm: Any) -> None:
     """Makes an engine's output processor a fixed one, in place."""
     verify_hooks(ENGINE_HOOKS)
     llm.output_processor.__class__ = FixedOutputProcessor
+
+
+@contextmanager
+def unfinished_prompts_without_seeds(input_batch: Any, discarded_rows: Sequence[int]) -> Iterator[None]:
+    """Hides the random generators of rows whose sampled token will be discarded, while tokens are sampled.
+
+    Stock (v1/worker/gpu_model_runner.py, "gen.set_offset(gen.get_offset() - 4)"): the V1 runner samples from unfinished
+    prompts too and then rewinds their generators. A CPU generator has no offset, so the first chunk of a seeded request's
+    prompt ends EngineCore. A generator that was never used needs no rewinding.
+    """
+    hidden = {row: input_batch.generators.pop(row) for row in discarded_rows if row in input_batch.generators}
+    try:
+        yield
+    finally:
+        input_batch.generators.update(hidden)

@@ -51,19 +51,29 @@ class LaneLoad:
 
 
 @dataclass(frozen=True)
+class Ages:
+    """How long heads have waited: which lanes are overdue, and which lane's head came first (None when one is empty)."""
+
+    overdue: frozenset[Lane] = frozenset()
+    older: Lane | None = None
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What a step may compute besides decodes.
 
     Attributes:
         quota: most prefill tokens of each lane.
         blocked: lanes whose oldest waiting request does not fit into free KV memory; it is not offered this step.
+        ages: the ages that the plan was made for.
     """
 
     quota: tuple[int, int]
     blocked: frozenset[Lane] = frozenset()
+    ages: Ages = Ages()
 
 
-def split_budget(budget: int, demand: tuple[int, int], min_share: float) -> tuple[int, int]:
+def split_budget(budget: int, demand: tuple[int, int], min_shares: tuple[float, float]) -> tuple[int, int]:
     """Shares `budget` tokens between two lanes in proportion to what each has left, with a floor for each.
 
     A pure proportion, taken anew each step, gives a short prompt beside a long backlog a fixed *fraction* of what it has
@@ -73,29 +83,39 @@ def split_budget(budget: int, demand: tuple[int, int], min_share: float) -> tupl
     Args:
         budget: tokens to share, at least 0.
         demand: tokens that each lane could compute in this step.
-        min_share: floor of each lane as a part of the budget, 0 to 0.5.
+        min_shares: floor of each lane as a part of the budget, each 0 to 0.5.
     """
     generate, embed = demand
     if generate + embed <= budget:
         return demand
-    floor = [min(d, max(int(budget * min_share), 1 if budget >= 2 else 0)) for d in demand]
+    least = 1 if budget >= 2 else 0
+    floor = [min(d, max(int(budget * share), least)) for d, share in zip(demand, min_shares, strict=True)]
     share = min(max(round(budget * generate / (generate + embed)), floor[0]), budget - floor[1])
     share = min(share, generate)
     rest = min(budget - share, embed)
     return (budget - rest, rest)
 
 
-def next_lane(left: Sequence[int], quota: Sequence[int], can_start: Sequence[bool]) -> Lane | None:
-    """The lane whose head is offered next: the one that has used the smaller part of its quota; None when neither may.
+def next_lane(left: Sequence[int], quota: Sequence[int], can_start: Sequence[bool], ages: Ages = Ages()) -> Lane | None:
+    """The lane whose head is offered next, None when neither may start.
 
+    An overdue lane comes first, then the lane that has used the smaller part of its quota, then the lane whose head is older.
     A lane with nothing left is never offered: in vLLM's waiting loop a request that gets 0 tokens ends the loop.
     """
     lanes = [lane for lane in LANES if can_start[lane] and left[lane] > 0]
-    return max(lanes, key=lambda lane: left[lane] / max(1, quota[lane])) if lanes else None
+    if not lanes:
+        return None
+    return max(lanes, key=lambda lane: (lane in ages.overdue, left[lane] / max(1, quota[lane]), lane == ages.older))
 
 
 def plan_step(
-    budget: int, loads: tuple[LaneLoad, LaneLoad], free_slots: int, free_blocks: int, min_share: float
+    budget: int,
+    loads: tuple[LaneLoad, LaneLoad],
+    *,
+    free_slots: int,
+    free_blocks: int,
+    min_share: float,
+    ages: Ages = Ages(),
 ) -> StepPlan:
     """Quotas for a step of policy `orthrus`: proportional to remaining tokens, with a floor, wasting nothing usable.
 
@@ -107,29 +127,32 @@ def plan_step(
         loads: work of the generate lane and of the embed lane.
         free_slots: requests that may still be admitted to the batch.
         free_blocks: KV blocks that are free.
-        min_share: see `split_budget`.
+        min_share: see `split_budget`; a lane that alone is overdue gets half of the budget instead.
+        ages: which lanes have waited too long. Together with the floor this bounds every wait (`docs/scheduling.md`).
     """
     budget = max(budget, 0)
     blocked = frozenset(lane for lane in LANES if _does_not_fit(loads[lane], free_slots, free_blocks))
     startable = tuple(() if lane in blocked else tuple(loads[lane].waiting[:free_slots]) for lane in LANES)
     demand = tuple(loads[lane].running_tokens + sum(a.tokens for a in startable[lane]) for lane in LANES)
-    quota = split_budget(budget, (demand[0], demand[1]), min_share)
-    admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks)
+    shares = [0.5 if ages.overdue == frozenset({lane}) else min_share for lane in LANES]
+    quota = split_budget(budget, (demand[0], demand[1]), (shares[0], shares[1]))
+    admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks, ages)
     usable = [loads[lane].running_tokens + admitted[lane] for lane in LANES]
     result = [min(quota[lane], usable[lane]) for lane in LANES]
     for lane in LANES:
         spare = min(budget - sum(result), max(0, usable[lane] - result[lane]), left[lane.other])
         result[lane] += max(spare, 0)
-    return StepPlan(quota=(result[0], result[1]), blocked=blocked)
+    return StepPlan(quota=(result[0], result[1]), blocked=blocked, ages=ages)
 
 
-def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[Lane, StepPlan]:
+def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int, ages: Ages = Ages()) -> tuple[Lane, StepPlan]:
     """Quotas for a step of policy `unified_homo`: the whole budget for one kind, the other kind next time if it has work.
 
     Args:
         last: the lane of the step before.
         work: whether each lane could compute anything, decodes included.
         budget: the whole token budget.
+        ages: passed on to the plan.
 
     Returns:
         The lane of this step, and its plan.
@@ -137,7 +160,7 @@ def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[
     lane = last.other if work[last.other] else last
     quota = [0, 0]
     quota[lane] = budget
-    return lane, StepPlan(quota=(quota[0], quota[1]))
+    return lane, StepPlan(quota=(quota[0], quota[1]), ages=ages)
 
 
 def _does_not_fit(load: LaneLoad, free_slots: int, free_blocks: int) -> bool:
@@ -150,6 +173,7 @@ def _play_admission(
     startable: tuple[tuple[Admissible, ...], ...],
     free_slots: int,
     free_blocks: int,
+    ages: Ages,
 ) -> tuple[list[int], list[int]]:
     """Tokens of the waiting requests that each lane admits under these quotas, and the quota each leaves unused."""
     left = [quota[lane] - min(quota[lane], loads[lane].running_tokens) for lane in LANES]
@@ -159,7 +183,7 @@ def _play_admission(
             position[lane] < len(startable[lane]) and startable[lane][position[lane]].blocks <= free_blocks
             for lane in LANES
         ]
-        lane = next_lane(left, quota, can_start)
+        lane = next_lane(left, quota, can_start, ages)
         if lane is None:
             break
         request = startable[lane][position[lane]]

@@ -96,6 +96,7 @@ class Engine:
         budget: int = 64,
         min_share: float = 0.125,
         async_scheduling: bool = False,
+        live: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
         self.tiny = tiny
@@ -107,7 +108,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
         }  # fmt: skip
         if mixed:
-            settings = {"policy": policy, "step_log": str(step_log), "min_share": min_share}
+            settings = {"live": {"policy": policy, "min_share": min_share} | (live or {}), "step_log": str(step_log)}
             name = "MixedAsyncScheduler" if async_scheduling else "MixedScheduler"
             options |= {
                 "worker_cls": "orthrus_serve.engine.worker.MixedCPUWorker",

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from orthrus_serve.policy.step_plan import (
     Admissible,
+    Ages,
     Lane,
     LaneLoad,
     next_lane,
@@ -28,30 +29,30 @@ def load(*waiting_tokens: int, running: int = 0) -> LaneLoad:
 def test_split_never_exceeds_budget_or_demand_and_wastes_nothing(
     budget: int, generate: int, embed: int, share: float
 ) -> None:
-    quota = split_budget(budget, (generate, embed), share)
+    quota = split_budget(budget, (generate, embed), (share, share))
     assert all(0 <= q <= d for q, d in zip(quota, (generate, embed), strict=True))
     assert sum(quota) == min(budget, generate + embed)
 
 
 @given(st.integers(2, 4096), counts, counts, shares)
 def test_split_gives_every_lane_with_work_its_floor(budget: int, generate: int, embed: int, share: float) -> None:
-    quota = split_budget(budget, (generate, embed), share)
+    quota = split_budget(budget, (generate, embed), (share, share))
     for q, d in zip(quota, (generate, embed), strict=True):
         assert q >= min(d, max(1, int(budget * share)))
 
 
 def test_split_is_proportional_between_the_floors() -> None:
-    assert split_budget(100, (300, 700), 0.125) == (30, 70)
+    assert split_budget(100, (300, 700), (0.125, 0.125)) == (30, 70)
 
 
 def test_a_short_prompt_beside_a_long_backlog_needs_one_step_with_the_floor() -> None:
-    assert split_budget(512, (37, 100_000), 0.125) == (37, 475)
+    assert split_budget(512, (37, 100_000), (0.125, 0.125)) == (37, 475)
 
 
 def test_a_short_prompt_without_a_floor_is_prefilled_by_ever_smaller_bits() -> None:
     left, steps = 37, 0
     while left:
-        left -= split_budget(256, (left, 1800), 0.0)[0]
+        left -= split_budget(256, (left, 1800), (0.0, 0.0))[0]
         steps += 1
     assert steps > 10
 
@@ -60,7 +61,7 @@ def test_a_short_prompt_without_a_floor_is_prefilled_by_ever_smaller_bits() -> N
 def test_plan_stays_within_budget(
     budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
 ) -> None:
-    plan = plan_step(budget, (generate, embed), slots, blocks, share)
+    plan = plan_step(budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share)
     assert sum(plan.quota) <= budget
     assert min(plan.quota) >= 0
 
@@ -69,7 +70,7 @@ def test_plan_stays_within_budget(
 def test_plan_never_leaves_running_work_idle_while_budget_is_left(
     budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
 ) -> None:
-    quota = plan_step(budget, (generate, embed), slots, blocks, share).quota
+    quota = plan_step(budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share).quota
     if sum(quota) < budget:
         assert quota[0] >= generate.running_tokens
         assert quota[1] >= embed.running_tokens
@@ -94,7 +95,9 @@ def test_without_free_slots_everything_goes_to_running_work() -> None:
 
 
 def test_one_free_slot_wanted_by_both_lanes_wastes_nothing_of_running_work() -> None:
-    plan = plan_step(100, (load(20, running=10), load(30, running=500)), 1, 1000, 0.125)
+    plan = plan_step(
+        100, (load(20, running=10), load(30, running=500)), free_slots=1, free_blocks=1000, min_share=0.125
+    )
     assert sum(plan.quota) == 100
 
 
@@ -116,12 +119,14 @@ def test_alternating_repeats_the_only_kind_with_work() -> None:
     assert lane is Lane.EMBED
 
 
-@given(st.integers(1, 30), st.integers(8, 256), st.floats(0.05, 0.5), st.integers(1, 5000))
-def test_waiting_is_bounded_by_the_floor(prompt: int, budget: int, share: float, backlog: int) -> None:
-    """A lane with W tokens ahead of and in a request has prefilled it after ceil(W / floor) steps, whatever the other does."""
-    floor = max(1, int(budget * share))
-    left, steps = prompt, 0
-    while left:
-        left -= split_budget(budget, (left, backlog), share)[0]
-        steps += 1
-    assert steps <= -(-prompt // floor)
+def test_of_two_lanes_that_used_the_same_the_older_head_goes_first() -> None:
+    assert next_lane((50, 50), (50, 50), (True, True), Ages(older=Lane.EMBED)) is Lane.EMBED
+    assert next_lane((50, 50), (50, 50), (True, True), Ages(older=Lane.GENERATE)) is Lane.GENERATE
+
+
+def test_an_overdue_lane_goes_first_and_gets_half() -> None:
+    overdue = Ages(overdue=frozenset({Lane.EMBED}))
+    assert next_lane((50, 5), (50, 50), (True, True), overdue) is Lane.EMBED
+    flood = load(running=100_000)
+    plan = plan_step(200, (flood, load(*[100] * 9)), free_slots=9, free_blocks=999, min_share=0.1, ages=overdue)
+    assert plan.quota == (100, 100)
