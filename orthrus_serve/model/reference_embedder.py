@@ -86,7 +86,7 @@ class ReferenceEmbedder:
         """Token ids of each text, cut to `max_tokens` with the end-of-sequence token counted."""
         room = self.max_tokens - int(self.append_eos)
         rows = self.tokenizer(list(texts), truncation=True, max_length=room).input_ids
-        return [row + [self.tokenizer.eos_token_id] for row in rows] if self.append_eos else rows
+        return [[*row, self.tokenizer.eos_token_id] for row in rows] if self.append_eos else rows
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:

@@ -162,11 +162,13 @@ class Trainer:
             task_type="CAUSAL_LM",
         )
         torch.manual_seed(settings.seed)
-        self.peft_model = get_peft_model(base, config, autocast_adapter_dtype=False).to(device)
+        self.peft_model: Any = get_peft_model(base, config, autocast_adapter_dtype=False).to(device)
         self.eos_id = int(base.config.eos_token_id)
         self.weights = [p for p in self.peft_model.parameters() if p.requires_grad]
         self.masters = [torch.nn.Parameter(p.detach().float().clone()) for p in self.weights]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
+        )
         self.rng = np.random.default_rng(settings.seed)
 
     @property

