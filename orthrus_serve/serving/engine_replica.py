@@ -21,7 +21,7 @@ from orthrus_serve.errors import OrthrusError, RequestError
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector
 from orthrus_serve.serving.request_check import check_request
-from orthrus_serve.serving.served import Served
+from orthrus_serve.serving.served import Served, ServedAdapter
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     LOST_STATUS,
@@ -107,7 +107,7 @@ def served_by(args: AppArgs, running: RunningEngine) -> Served:
     """The facts that requests are checked against."""
     return Served(
         base_name=args.model.name,
-        adapters={name: spec.dimensions for name, spec in args.adapters.items()},
+        adapters={name: ServedAdapter(spec.dimensions, spec.append_eos) for name, spec in args.adapters.items()},
         base_name_adapter=args.base_name_adapter,
         vocab_size=running.engine.vocab_size,
         max_model_len=running.engine.max_model_len,

@@ -4,9 +4,20 @@ Leaves out which status an error has: whoever raised it has decided that.
 """
 
 import json
+import re
 from typing import Any
 
 from orthrus_serve.errors import RequestError
+
+# What vLLM's messages look like. Whatever matches none of these passes as it is.
+_VALIDATION_ERROR = re.compile(
+    r"'loc': '(?P<field>[^']*)', 'msg': (?P<quote>['\"])(?P<complaint>.*?)(?P=quote), 'input'"
+)
+_PARAMETER_NOTE = re.compile(r" \(parameter=[^()]*\)$")
+# A body with a smaller limit was refused before vLLM saw it: so vLLM found no room behind the prompt.
+_NO_ROOM = "max_tokens must be at least 1"
+_TOO_LONG = re.compile(r"This model's maximum context length|The prompt fills the model|input: \d+ tokens")
+_EMPTY = re.compile(r"prompt cannot be empty|^input: ")
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
@@ -25,14 +36,29 @@ def sse_error_event(error: RequestError) -> bytes:
     return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
 
 
-def reshape_error(status: int, body: bytes) -> bytes:
+def reshape_error(status: int, body: bytes, prompt_field: str | None = None) -> bytes:
     """An error body of vLLM's app (or of the web framework under it) in the shape that this server promises.
 
     vLLM puts the HTTP status into `error.code` and class names into `error.type`; FastAPI answers `{"detail": …}`; either may
-    be plain text. The message and the named field are kept.
+    be plain text. The message is kept, in shorter words where it is a dump of validation errors.
+
+    Args:
+        prompt_field: the field of this route that holds the text: named by errors about its length.
     """
     message, param = _read_error(body)
-    return error_bytes(RequestError(status, message or f"The request failed with status {status}.", param=param))
+    first = _VALIDATION_ERROR.search(message)
+    if first is not None:
+        param = first["field"].removeprefix("body.")
+        message = f"{param}: {first['complaint']}."
+    message = _PARAMETER_NOTE.sub("", message) or f"The request failed with status {status}."
+    code = None
+    if message.startswith(_NO_ROOM):
+        message = "The prompt fills the model's whole context, which leaves no room for an answer. Please shorten it."
+    if _TOO_LONG.match(message):
+        param, code = prompt_field, "context_length_exceeded"
+    elif _EMPTY.search(message):
+        param = prompt_field
+    return error_bytes(RequestError(status, message, param=param, code=code))
 
 
 def _read_error(body: bytes) -> tuple[str, str | None]:

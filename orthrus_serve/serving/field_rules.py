@@ -94,14 +94,11 @@ def check_sampling(body: Mapping[str, Any], served: Served, *, is_chat: bool) ->
         _check_logit_bias(body["logit_bias"], served.vocab_size)
 
 
-def check_truncation(value: object, max_model_len: int) -> None:
-    """`truncate_prompt_tokens`: -1 (as much as fits), or how many tokens to keep."""
+def check_truncation(value: object, low: int, high: int) -> None:
+    """`truncate_prompt_tokens`: -1 (as much as fits), or how many tokens to keep, from `low` to `high`."""
     field = "truncate_prompt_tokens"
-    if value == -1:
-        return
-    if not is_int(value) or value == 0:
-        raise refuse(field, f"{field} must be -1 or an integer from 1 to {max_model_len}, got {brief(value)}.")
-    check_int(field, value, 1, max_model_len)
+    if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or low <= value <= high):
+        raise refuse(field, f"{field} must be -1 or an integer from {low} to {high}, got {brief(value)}.")
 
 
 def _int_ranges(served: Served, *, is_chat: bool) -> dict[str, tuple[int, int]]:

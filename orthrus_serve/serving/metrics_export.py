@@ -13,7 +13,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from orthrus_serve.policy.step_plan import Lane
+from orthrus_serve.policy.step_plan import LANES, Lane
 from orthrus_serve.telemetry import catalog
 from orthrus_serve.telemetry.catalog import LABEL_VALUES, Metric, Outcome
 from orthrus_serve.types import PolicyName, RequestKind
@@ -71,13 +71,16 @@ class EngineReportCollector(Collector):
         report = self._last_report()
         if not report:
             return
-        totals, left = report.get("totals", {}), report.get("prompt_left", {})
+        totals, left, requests = report.get("totals", {}), report.get("prompt_left", {}), report.get("requests", {})
         yield self._family(catalog.STEPS, {(): totals.get("steps", 0)})
         yield self._family(catalog.MIXED_STEPS, {(): totals.get("mixed_steps", 0)})
         parts = {(part,): totals.get(f"{part}_tokens", 0) for part in LABEL_VALUES["part"]}
         yield self._family(catalog.STEP_TOKENS, parts)
         yield self._family(catalog.STEP_BUDGET_TOKENS, {(): totals.get("budget_tokens", 0)})
-        yield self._family(catalog.REMAINING_TOKENS, _remaining(report.get("requests", {}), left))
+        yield self._family(catalog.RUNNING_REQUESTS, {(): report.get("running", 0)})
+        yield self._family(catalog.WAITING_REQUESTS, {(): report.get("waiting", 0)})
+        yield self._family(catalog.HELD_REQUESTS, _held(requests))
+        yield self._family(catalog.REMAINING_TOKENS, _remaining(requests, left))
         policies = {(policy,): int(policy == report.get("policy")) for policy in LABEL_VALUES["policy"]}
         yield self._family(catalog.POLICY_INFO, policies)
 
@@ -87,6 +90,11 @@ class EngineReportCollector(Collector):
         for labels, value in values.items():
             family.add_metric([self._topology, *labels], value)
         return family
+
+
+def _held(requests: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
+    lanes = [request[0] for request in requests.values()]
+    return {(lane.kind,): lanes.count(lane) for lane in LANES}
 
 
 def _remaining(requests: Mapping[str, Any], prompt_left: Mapping[str, int]) -> dict[tuple[str, ...], float]:

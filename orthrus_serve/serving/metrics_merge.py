@@ -47,6 +47,10 @@ def merge_metrics(texts: Mapping[str, str], label: str = "replica") -> MergedMet
             unreadable.append(source)
             continue
         for family in parsed:
+            if family.name.endswith(
+                "_created"
+            ):  # when a counter began: a series for each series, and nobody's question
+                continue
             _add(
                 families.setdefault(family.name, Metric(family.name, family.documentation, family.type)),
                 family,

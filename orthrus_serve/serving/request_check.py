@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from orthrus_serve.errors import RequestError
 from orthrus_serve.serving import field_rules
 from orthrus_serve.serving.field_rules import brief, is_int
-from orthrus_serve.serving.served import Served, refuse
+from orthrus_serve.serving.served import Served, ServedAdapter, refuse
 
 CHECKED_PATHS = frozenset({"/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 
@@ -107,18 +107,29 @@ def _check_embedding(fields: dict[str, Any], name: str, served: Served) -> int |
     encoding = fields.get("encoding_format")
     if encoding is not None and encoding not in ENCODING_FORMATS:
         raise refuse("encoding_format", f'encoding_format must be "float" or "base64", got {brief(encoding)}.')
-    if fields.get("truncate_prompt_tokens") is not None:
-        field_rules.check_truncation(fields["truncate_prompt_tokens"], served.max_model_len)
+    if fields.get("padding") not in (None, "do_not_pad"):
+        raise refuse("padding", "padding is not offered by this server: vectors must not depend on it.")
+    _complete_truncation(fields, served.adapters[name], served)
     return _take_dimensions(fields, name, served)
+
+
+def _complete_truncation(fields: dict[str, Any], adapter: ServedAdapter, served: Served) -> None:
+    """Makes room for the end-of-sequence token that the engine appends: `n` tokens are `n` tokens with it."""
+    value = fields.get("truncate_prompt_tokens")
+    if value is None:
+        return
+    room = int(adapter.appends_eos)
+    field_rules.check_truncation(value, 1 + room, served.longest_prompt)
+    fields["truncate_prompt_tokens"] = (served.longest_prompt if value == -1 else value) - room
 
 
 def _take_dimensions(fields: dict[str, Any], name: str, served: Served) -> int | None:
     dimensions = fields.pop("dimensions", None)
     if dimensions is None or (is_int(dimensions) and dimensions == served.embedding_size):
         return None
-    if is_int(dimensions) and dimensions in served.adapters[name]:
+    if is_int(dimensions) and dimensions in served.adapters[name].dimensions:
         return dimensions
-    allowed = ", ".join(str(n) for n in sorted({*served.adapters[name], served.embedding_size}))
+    allowed = ", ".join(str(n) for n in sorted({*served.adapters[name].dimensions, served.embedding_size}))
     raise refuse("dimensions", f"dimensions for {name!r} must be one of {allowed}, got {brief(dimensions)}.")
 
 
@@ -159,10 +170,10 @@ def _check_input_text(field: str, text: str) -> None:
 def _check_input_ids(field: str, ids: Sequence[object], served: Served) -> None:
     if not ids:
         raise refuse(field, f"{field} must not be an empty list of token ids.")
-    if len(ids) > served.max_model_len:
+    if len(ids) > served.longest_prompt:
         raise refuse(
             field,
-            f"{field} holds {len(ids)} token ids; the longest input is {served.max_model_len} tokens.",
+            f"{field} holds {len(ids)} token ids; the longest input is {served.longest_prompt} tokens.",
             code="context_length_exceeded",
         )
     field_rules.check_token_ids(field, ids, served.vocab_size)
@@ -192,7 +203,7 @@ def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, i
             f"one request may have at most {served.max_inputs}.",
         )
     if fields.get("truncate_prompt_tokens") is not None:
-        field_rules.check_truncation(fields["truncate_prompt_tokens"], served.max_model_len)
+        field_rules.check_truncation(fields["truncate_prompt_tokens"], 1, served.longest_prompt)
 
 
 def _check_messages(messages: object, max_messages: int) -> None:

@@ -7,12 +7,21 @@ from orthrus_serve.errors import RequestError
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """An embedding adapter: the `dimensions` that clients may ask for besides the full length, and whether the engine appends
+    the end-of-sequence token, which counts as one of an input's tokens."""
+
+    dimensions: tuple[int, ...] = ()
+    appends_eos: bool = True
+
+
+@dataclass(frozen=True)
 class Served:
     """Facts that a request is checked against.
 
     Attributes:
         base_name: the name that generates.
-        adapters: embedding adapter → the `dimensions` that clients may ask for besides the full length.
+        adapters: embedding adapter → what its requests may ask for.
         base_name_adapter: the adapter that answers `/v1/embeddings` under `base_name`, or None.
         vocab_size: token ids are 0 up to this, exclusive.
         max_model_len: most tokens of a prompt and its output together.
@@ -23,7 +32,7 @@ class Served:
     """
 
     base_name: str
-    adapters: Mapping[str, tuple[int, ...]]
+    adapters: Mapping[str, ServedAdapter]
     base_name_adapter: str | None
     vocab_size: int
     max_model_len: int
@@ -31,6 +40,11 @@ class Served:
     max_inputs: int
     max_n: int
     max_logprobs: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of one input: an answer needs room for one token, and the core refuses a full context for vectors too."""
+        return self.max_model_len - 1
 
 
 def refuse(field: str | None, message: str, *, code: str | None = None) -> RequestError:

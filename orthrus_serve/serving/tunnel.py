@@ -42,6 +42,10 @@ class TruncatedReplyError(Exception):
     """The app, or the replica under it, ended before its reply was complete."""
 
 
+# Where a route's text is: the field to name in errors about its length.
+PROMPT_FIELDS = {"/v1/embeddings": "input", "/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+
+
 @dataclass(frozen=True)
 class TunnelRequest:
     """One HTTP request with its whole body. `query` and `headers` are raw bytes as ASGI has them."""
@@ -177,7 +181,7 @@ async def run_app(
         if status >= 400:
             body = b"".join([chunk async for chunk in call.chunks()])
             yield status, [*_kept_headers(headers), *JSON_HEADERS]
-            yield reshape_error(status, body)
+            yield reshape_error(status, body, PROMPT_FIELDS.get(request.path))
             return
         yield status, headers
         async for chunk in call.chunks():

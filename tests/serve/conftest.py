@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from orthrus_serve.app import compose
+from orthrus_serve.app import build, compose
 from orthrus_serve.config.schema import AppArgs
 from tests.serve.fakes import start_fake
 
@@ -95,3 +95,34 @@ def client(fake: App) -> Iterator[httpx.Client]:
     """An HTTP client of the fake application."""
     with httpx.Client(base_url=fake.url, timeout=30) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of a tiny model with random weights and its adapter."""
+    from tests.engine.harness import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def real(serve_url: str, tiny: Any) -> App:
+    """One replica with the real engine over the tiny model."""
+    args = {
+        "topology": "orthrus",
+        "model": {"path": str(tiny.model)},
+        "adapters": {"orthrus-embed": {"path": str(tiny.adapter), "dimensions": [32, 64]}},
+        "num_replicas": 1,
+        "num_gpus_per_replica": 0,
+        "num_cpus_per_replica": 1,
+        "limits": {"max_inputs": 64, "max_n": 8},
+        "vllm": {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 128,
+            "kv_cache_memory_bytes": 64 * 2**20,
+        },
+    }
+    serve.run(build(AppArgs.model_validate(args)), name="real", route_prefix="/real")
+    return App("real", f"{serve_url}/real")

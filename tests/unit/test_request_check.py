@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from orthrus_serve.errors import RequestError
 from orthrus_serve.serving.request_check import CHECKED_PATHS, check_request
-from orthrus_serve.serving.served import Served
+from orthrus_serve.serving.served import Served, ServedAdapter
 
 SERVED = Served(
     base_name="orthrus",
-    adapters={"orthrus-embed": (64, 128)},
+    adapters={"orthrus-embed": ServedAdapter((64, 128))},
     base_name_adapter="orthrus-embed",
     vocab_size=1000,
     max_model_len=256,
@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (EMBED, {"input": [1, -1]}, "input[1]", "0 to 999"),
     (EMBED, {"input": [1000]}, "input[0]", "0 to 999"),
     (EMBED, {"input": [[1, 10**30]]}, "input[0][1]", "0 to 999"),
-    (EMBED, {"input": [1] * 257}, "input", "256"),
+    (EMBED, {"input": [1] * 256}, "input", "255"),
     (EMBED, {"input": ["a"] * 33}, "input", "32"),
     (EMBED, {"input": "\ud800"}, "input", "surrogate"),
     (EMBED, {"messages": [{"role": "user", "content": "x"}]}, "messages", "input"),
@@ -98,17 +98,19 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (EMBED, {"dimensions": -1}, "dimensions", "64, 128, 576"),
     (EMBED, {"encoding_format": "hex"}, "encoding_format", "base64"),
     (EMBED, {"encoding_format": 1}, "encoding_format", "base64"),
-    (EMBED, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "256"),
-    (EMBED, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "256"),
-    (EMBED, {"truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "256"),
-    (EMBED, {"truncate_prompt_tokens": "9"}, "truncate_prompt_tokens", "256"),
+    (EMBED, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "255"),
+    (EMBED, {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "2 to 255"),
+    (EMBED, {"padding": "max_length"}, "padding", "not offered"),
+    (EMBED, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "255"),
+    (EMBED, {"truncate_prompt_tokens": 256}, "truncate_prompt_tokens", "255"),
+    (EMBED, {"truncate_prompt_tokens": "9"}, "truncate_prompt_tokens", "255"),
     (EMBED, {"model": 7}, "model", "string"),
     (EMBED, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "not offered"),
     (COMPLETE, {"prompt": None}, "prompt", "required"),
     (COMPLETE, {"prompt": ""}, "prompt", "empty"),
     (COMPLETE, {"prompt": [2000]}, "prompt[0]", "999"),
     (COMPLETE, {"prompt": [[1], [-5]]}, "prompt[1][0]", "999"),
-    (COMPLETE, {"prompt": [1] * 300}, "prompt", "256"),
+    (COMPLETE, {"prompt": [1] * 256}, "prompt", "255"),
     (COMPLETE, {"prompt": ["a"] * 9, "n": 4}, "n", "36"),
     (COMPLETE, {"logprobs": 21}, "logprobs", "20"),
     (COMPLETE, {"logprobs": True}, "logprobs", "integer"),
@@ -160,7 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"dimensions": 64}, "dimensions", "embeddings"),
     (CHAT, {"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params", "not offered"),
     (CHAT, {"use_beam_search": True}, "use_beam_search", "not offered"),
-    (CHAT, {"truncate_prompt_tokens": 10**30}, "truncate_prompt_tokens", "256"),
+    (CHAT, {"truncate_prompt_tokens": 10**30}, "truncate_prompt_tokens", "255"),
     ("/tokenize", {"prompt": 5}, "prompt", "text"),
     ("/tokenize", {"prompt": "\ud800"}, "prompt", "surrogate"),
     ("/detokenize", {"tokens": "1"}, "tokens", "list"),
@@ -194,8 +196,8 @@ def test_an_unknown_model_is_a_404_with_the_clients_code(path: str) -> None:
 
 
 def test_the_limits_themselves_are_allowed() -> None:
-    checked(EMBED, input=[[999] * 256] * 32)
-    checked(EMBED, truncate_prompt_tokens=-1)
+    checked(EMBED, input=[[999] * 255] * 32)
+    checked(EMBED, padding="do_not_pad", encoding_format="base64")
     checked(CHAT, n=8, max_tokens=256, temperature=2, top_p=1, top_logprobs=20, logit_bias={"999": -100})
     checked(COMPLETE, prompt=["a"] * 4, n=8, logprobs=20, seed=-(2**63), top_k=-1)
     checked(CHAT, n=None, max_tokens=None, temperature=None, stop=None, logit_bias=None)
@@ -207,10 +209,18 @@ def test_the_base_name_embeds_with_its_adapter(name: str | None) -> None:
 
 
 def test_the_base_name_is_refused_for_embeddings_when_no_adapter_is_its_own() -> None:
-    served = replace(SERVED, adapters={"a": (), "b": ()}, base_name_adapter=None)
+    served = replace(SERVED, adapters={"a": ServedAdapter(), "b": ServedAdapter()}, base_name_adapter=None)
     with pytest.raises(RequestError, match="a, b") as caught:
         checked(EMBED, served, model="orthrus")
     assert (caught.value.status, caught.value.param) == (400, "model")
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(-1, 254), (255, 254), (2, 1)])
+def test_a_truncated_input_keeps_room_for_the_end_of_sequence_token(asked: int, sent: int) -> None:
+    assert checked(EMBED, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == sent
+    without = replace(SERVED, adapters={"orthrus-embed": ServedAdapter(appends_eos=False)})
+    assert checked(EMBED, without, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == sent + 1
+    assert checked(CHAT, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == asked
 
 
 @pytest.mark.parametrize(("asked", "cut"), [(64, 64), (128, 128), (576, None), (None, None)])
@@ -240,9 +250,12 @@ FIELDS = st.sampled_from(
 @given(st.sampled_from(sorted(CHECKED_PATHS)), st.dictionaries(FIELDS, JSON_VALUES, max_size=5))
 def test_whatever_a_body_holds_it_is_passed_on_or_refused_in_shape(path: str, changes: dict[str, Any]) -> None:
     raw = json.dumps({**MINIMAL[path], **changes}).encode()
+    error = None
     try:
         json.loads(check_request(path, raw, SERVED).body)
-    except RequestError as error:
+    except RequestError as caught:
+        error = caught
+    if error is not None:
         assert error.status in (400, 404)
         assert set(json.loads(json.dumps(error.body()))["error"]) == {"message", "type", "param", "code"}
 

@@ -86,22 +86,40 @@ async def test_any_other_body_that_breaks_off_is_an_error_and_not_a_short_answer
 
 
 @pytest.mark.parametrize(
-    ("raw", "message", "param"),
+    ("raw", "message", "param", "code"),
     [
-        (b'{"error":{"message":"no","type":"BadRequestError","param":"n","code":400}}', "no", "n"),
-        (b'{"detail":"Not Found"}', "Not Found", None),
-        (b'{"detail":[{"loc":["body"]}]}', '[{"loc": ["body"]}]', None),
-        (b'{"error":"plain"}', "plain", None),
-        (b"Internal Server Error", "Internal Server Error", None),
-        (b"[1]", "[1]", None),
-        (b"", "The request failed with status 400.", None),
-        (b"\xff", "\ufffd", None),
+        (b'{"error":{"message":"no","type":"BadRequestError","param":"n","code":400}}', "no", "n", None),
+        (b'{"error":{"message":"bad n. (parameter=n, value=5)","param":"n","code":400}}', "bad n.", "n", None),
+        (b'{"detail":"Not Found"}', "Not Found", None, None),
+        (b'{"detail":[{"loc":["body"]}]}', '[{"loc": ["body"]}]', None, None),
+        (b'{"error":"plain"}', "plain", None, None),
+        (b"Internal Server Error", "Internal Server Error", None, None),
+        (b"[1]", "[1]", None, None),
+        (b"", "The request failed with status 400.", None, None),
+        (b"\xff", "\ufffd", None, None),
+        (
+            json.dumps({"error": {"message": "2 validation errors:\n  {'type': 'list_type', 'loc': 'body.stop', 'msg': "
+             "'Input should be a list', 'input': '5'}\n  {'type': 'x', 'loc': 'body.y', 'msg': \"z\", 'input': 5}"}}).encode(),
+            "stop: Input should be a list.", "stop", None,
+        ),
+        (
+            b'{"error":{"message":"This model\'s maximum context length is 9 tokens.","param":"input_tokens"}}',
+            "This model's maximum context length is 9 tokens.", "prompt", "context_length_exceeded",
+        ),
+        (
+            b'{"error":{"message":"max_tokens must be at least 1, got 0. (parameter=max_tokens)","param":"max_tokens"}}',
+            "The prompt fills the model's whole context, which leaves no room for an answer. Please shorten it.",
+            "prompt", "context_length_exceeded",
+        ),
+        (b'{"error":{"message":"The decoder prompt cannot be empty"}}', "The decoder prompt cannot be empty", "prompt", None),
     ],
-)
-async def test_errors_of_the_app_are_put_into_openai_shape(raw: bytes, message: str, param: str | None) -> None:
+)  # fmt: skip
+async def test_errors_of_the_app_are_put_into_openai_shape(
+    raw: bytes, message: str, param: str | None, code: str | None
+) -> None:
     headers = [*JSON, (b"content-length", b"3"), (b"retry-after", b"7")]
     status, sent, got = await reply_of(replying(start(400, headers), body(raw)))
-    expected = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    expected = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
     assert (status, json.loads(got)) == (400, {"error": expected})
     assert sent[b"retry-after"] == b"7"
     assert b"content-length" not in sent
