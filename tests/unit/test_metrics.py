@@ -1,0 +1,71 @@
+"""Metrics as Prometheus text: those of the engine's reports, and many texts made one."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from orthrus_serve.serving.metrics_export import EngineReportCollector, FrontMetrics, outcome_of
+from orthrus_serve.serving.metrics_merge import merge_metrics
+from orthrus_serve.telemetry.catalog import CATALOG
+
+REPORT = {
+    "policy": "orthrus", "running": 3, "waiting": 2, "prompt_left": {"generate": 10, "embed": 70},
+    "totals": {"steps": 9, "mixed_steps": 4, "decode_tokens": 5, "prefill_tokens": 6, "embed_tokens": 7, "budget_tokens": 90},
+    "requests": {"a": (0, 10, 0, 16), "b": (0, 0, 4, 16), "c": (1, 70, 0, 0)},
+}  # fmt: skip
+
+
+def test_a_report_of_the_engine_becomes_the_metrics_of_the_catalogue() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineReportCollector("orthrus", lambda: REPORT))
+    lines = set(generate_latest(registry).decode().splitlines())
+    assert lines >= {
+        'orthrus_engine_steps_total{topology="orthrus"} 9.0',
+        'orthrus_engine_mixed_steps_total{topology="orthrus"} 4.0',
+        'orthrus_engine_step_tokens_total{part="prefill",topology="orthrus"} 6.0',
+        'orthrus_engine_step_budget_tokens_total{topology="orthrus"} 90.0',
+        'orthrus_engine_running_requests{topology="orthrus"} 3.0',
+        'orthrus_engine_waiting_requests{topology="orthrus"} 2.0',
+        'orthrus_engine_held_requests{kind="generate",topology="orthrus"} 2.0',
+        'orthrus_engine_remaining_tokens{kind="generate",topology="orthrus"} 38.0',
+        'orthrus_engine_remaining_tokens{kind="embed",topology="orthrus"} 70.0',
+        'orthrus_engine_policy_info{policy="orthrus",topology="orthrus"} 1.0',
+        'orthrus_engine_policy_info{policy="hetero_fcfs",topology="orthrus"} 0.0',
+    }
+
+
+def test_before_its_first_report_an_engine_has_no_metrics() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineReportCollector("orthrus", dict))
+    assert generate_latest(registry) == b""
+
+
+def test_every_metric_of_the_catalogue_is_published() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineReportCollector("orthrus", lambda: REPORT))
+    front = FrontMetrics("orthrus")
+    front.ended("embed", front.began("embed"), "ok")
+    text = generate_latest(registry).decode() + front.text()
+    assert [metric.name for metric in CATALOG if f"\n{metric.name}" not in text] == []
+
+
+def test_merging_keeps_histograms_escapes_and_labels() -> None:
+    metrics = FrontMetrics("orthrus")
+    metrics.ended("embed", metrics.began("embed"), "ok")
+    odd = '# HELP m "a" \\\\ b\n# TYPE m gauge\nm{path="C:\\\\x\\"y\\nz",replica="own"} NaN\n'
+    merged = merge_metrics({"f": metrics.text(), "r": odd})
+    lines = merged.text.decode().splitlines()
+    assert merged.unreadable == ()
+    assert 'm{path="C:\\\\x\\"y\\nz",replica="own"} NaN' in lines
+    assert 'orthrus_request_duration_seconds_bucket{kind="embed",le="+Inf",replica="f",topology="orthrus"} 1.0' in lines
+    assert 'orthrus_front_in_flight_requests{kind="embed",replica="f",topology="orthrus"} 0.0' in lines
+    assert "_created" not in merged.text.decode()
+
+
+@pytest.mark.parametrize(
+    ("status", "is_cut", "has_left", "outcome"),
+    [(200, False, False, "ok"), (200, True, False, "failed"), (200, False, True, "cancelled"), (None, False, False, "failed"),
+     (None, False, True, "cancelled"), (400, False, False, "invalid"), (404, False, False, "invalid"),
+     (429, False, False, "overloaded"), (503, False, False, "overloaded"), (500, False, False, "failed")],
+)  # fmt: skip
+def test_each_end_has_one_outcome(status: int | None, is_cut: bool, has_left: bool, outcome: str) -> None:
+    assert outcome_of(status, is_cut=is_cut, has_left=has_left) == outcome
