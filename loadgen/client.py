@@ -5,7 +5,7 @@ seconds, before the five after which uvicorn closes them: a request must not mee
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,7 +77,7 @@ class Client:
         route = "completions" if target.api == "completions" else "chat/completions"
         self._generate_url = f"{target.generation_url}/v1/{route}"
 
-    async def embed(self, inputs: list[str] | list[list[int]], timeout_s: float) -> Vectors:
+    async def embed(self, inputs: Sequence[Prompt], timeout_s: float) -> Vectors:
         """Vectors for `inputs`, asked for as base64. Never raises for what the server or the network did."""
         body = {"model": self._target.embed_model, "input": inputs, "encoding_format": "base64"}
         try:

@@ -36,7 +36,7 @@ class PromptTable:
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """`ends[i]` = tokens in the first i words."""
-        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.sizes)])
+        return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), self.sizes]), dtype=np.int64)
 
     @cached_property
     def one_token_words(self) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class PromptMaker:
         """Words from a random place that take at most `left` tokens, and what they take; None if not one word fits."""
         table = self._table
         begin = int(self._rng.integers(0, len(table.words)))
-        end = int(np.searchsorted(table.ends, table.ends[begin] + left, side="right")) - 1
+        end = int(np.searchsorted(table.ends, int(table.ends[begin]) + left, side="right")) - 1
         if end <= begin:
             return None
         return list(table.words[begin:end]), int(table.ends[end] - table.ends[begin])

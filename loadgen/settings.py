@@ -142,7 +142,7 @@ class ClientLimitSettings(Model):
 
 
 class RatioSettings(Model):
-    """Each request embeds or generates by a coin. `levels` runs one stage per value: clients (closed loop) or rates (open loop).
+    """Each request embeds or generates by a coin. `levels` runs a stage per value: clients or rates.
 
     `min_goodput_ratio` ends the levels once fewer requests than this meet their goals.
     """

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from typing_extensions import override
 
 from loadgen.errors import SettingsError
-from loadgen.settings import Settings
+from loadgen.settings import Model, Settings
 
 
 class _Loader(yaml.SafeLoader):
@@ -90,18 +90,10 @@ def _sentence(place: tuple[int | str, ...], kind: str, message: str) -> str:
     key = ".".join(str(part) for part in place)
     if kind != "extra_forbidden":
         return f"{key}: {message}"
-    near = difflib.get_close_matches(str(place[-1]), sorted(_all_keys(Settings, set())), n=1)
+    near = difflib.get_close_matches(str(place[-1]), _all_keys(), n=1)
     return f"{key}: unknown key" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def _all_keys(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[str]:
-    """Every key of every settings class that is reachable from `model`: a place says too little to know which was meant."""
-    if model in seen:
-        return set()
-    seen.add(model)
-    keys = set(model.model_fields)
-    for subclass in BaseModel.__subclasses__():
-        for inner in subclass.__subclasses__():
-            if inner.__module__ == model.__module__:
-                keys |= _all_keys(inner, seen)
-    return keys
+def _all_keys() -> list[str]:
+    """Every key of every settings class: a place says too little to know which class was meant."""
+    return sorted({key for model in Model.__subclasses__() for key in model.model_fields})

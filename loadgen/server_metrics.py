@@ -1,0 +1,150 @@
+"""Reads a server's Prometheus page while the load runs: what only the server knows (prefix cache hits, step fill, queues).
+
+The names are text here: vLLM's, Orthrus's, each with any prefix that an exporter puts before them (`ray_`, `vllm_`).
+A server without such a page is no error: the report then says "not published".
+"""
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+POLL_S = 1.0
+TIMEOUT_S = 5.0
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
+
+# What we keep, by the end of the published name.
+ENDINGS = {
+    "prefix_cache_queries_total": "prefix_queries",
+    "prefix_cache_hits_total": "prefix_hits",
+    "orthrus_engine_step_tokens_total": "step_tokens",
+    "orthrus_engine_step_budget_tokens_total": "step_budget_tokens",
+    "orthrus_engine_steps_total": "steps",
+    "orthrus_engine_mixed_steps_total": "mixed_steps",
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sums over all labels and pages at one time, by our names."""
+
+    at_s: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ServerWindow:
+    """What the server counted between two times; None where it does not publish that."""
+
+    prefix_hit_ratio: float | None = None
+    step_fill: float | None = None
+    mixed_step_ratio: float | None = None
+    mean_running: float | None = None
+    mean_waiting: float | None = None
+
+
+def parse_page(text: str) -> dict[str, float]:
+    """Sums over labels of the samples that we keep."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        match = None if line.startswith("#") else _SAMPLE.match(line)
+        if match is None:
+            continue
+        name, labels, value = match.groups()
+        ours = next((own for ending, own in ENDINGS.items() if _ends(name, ending)), None)
+        # External caches (KV connectors) count their queries under a name with the same ending.
+        if ours is None or "external" in name or "mm_cache" in name or "by_reason" in name:
+            continue
+        del labels
+        try:
+            sums[ours] = sums.get(ours, 0.0) + float(value)
+        except ValueError:
+            continue
+    return sums
+
+
+def window(readings: Sequence[Reading], begin_s: float, end_s: float) -> ServerWindow:
+    """What happened between the last reading before `begin_s` and the first after `end_s` (or the nearest there are)."""
+    if not readings:
+        return ServerWindow()
+    first = next((reading for reading in reversed(readings) if reading.at_s <= begin_s), readings[0])
+    last = next((reading for reading in readings if reading.at_s >= end_s), readings[-1])
+    inside = [reading for reading in readings if begin_s <= reading.at_s <= end_s]
+
+    def grown(name: str) -> float | None:
+        if name not in last.values:
+            return None
+        return last.values[name] - first.values.get(name, 0.0)
+
+    return ServerWindow(
+        prefix_hit_ratio=_ratio(grown("prefix_hits"), grown("prefix_queries")),
+        step_fill=_ratio(grown("step_tokens"), grown("step_budget_tokens")),
+        mixed_step_ratio=_ratio(grown("mixed_steps"), grown("steps")),
+        mean_running=_mean([reading.values.get("running") for reading in inside]),
+        mean_waiting=_mean([reading.values.get("waiting") for reading in inside]),
+    )
+
+
+class Poller:
+    """Reads the pages once a second from a thread of the parent process, which sends no load itself."""
+
+    def __init__(self, urls: Sequence[str], now: Callable[[], float]) -> None:
+        self._urls = urls
+        self._now = now
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server-metrics", daemon=True)
+        self.readings: list[Reading] = []
+
+    def start(self) -> None:
+        """Begins reading; the first reading is taken before this returns."""
+        self._read()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes a last reading and ends."""
+        self._stop.set()
+        self._thread.join(timeout=2 * TIMEOUT_S)
+        self._read()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._read()
+
+    def _read(self) -> None:
+        values: dict[str, float] = {}
+        at_s = self._now()
+        for url in self._urls:
+            for name, value in parse_page(_fetch(url)).items():
+                values[name] = values.get(name, 0.0) + value
+        if values:
+            self.readings.append(Reading(at_s, values))
+
+
+def _fetch(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            return response.read().decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith((f":{ending}", f"_{ending}"))
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def monotonic_since(zero_s: float) -> Callable[[], float]:
+    """The run's clock: seconds since `zero_s`, the same in all processes of this machine."""
+    return lambda: time.monotonic() - zero_s
