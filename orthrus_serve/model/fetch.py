@@ -26,6 +26,7 @@ DEFAULT_DEST = "~/.cache/orthrus_serve/demo"
 MODEL_DIR, ADAPTER_DIR, CORPUS_FILE = "smollm2-135m-instruct", "orthrus-embed", "corpus.jsonl"
 DTYPES = ("bfloat16", "float32")
 _RECORD_FILE = "fetched.json"
+_SCRATCH = "scratch-"
 _PACKAGED_ADAPTER = Path(__file__).parent / "demo_adapter"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NOTICE = """What lies here, and under which terms
@@ -88,52 +89,66 @@ def adapter_source(folder: Path) -> str:
 
 def file_marks(path: Path) -> dict[str, list[int]]:
     """Relative name → [bytes, mtime in ns] of every file of a part: equal marks mean that nobody touched it."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    base = path if path.is_dir() else path.parent
-    found = {str(file.relative_to(base)): file.stat() for file in files if file.is_file()}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+    marks = {name: file.stat() for name, file in _files(path).items()}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in marks.items()}
 
 
-def is_current(part: Part, dest: Path, record: dict[str, Any]) -> bool:
-    """Whether a part lies finished under `dest`, made from today's source. Files whose marks changed are read again."""
-    entry = record.get(part.name)
-    path = dest / part.name
+def file_digests(path: Path) -> dict[str, str]:
+    """Relative name → SHA-256 of every file of a part."""
+    return {name: file_sha256(file) for name, file in _files(path).items()}
+
+
+def _files(path: Path) -> dict[str, Path]:
+    if path.is_file():
+        return {path.name: path}
+    return {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def made_entry(part: Part, path: Path) -> dict[str, Any]:
+    """What the record keeps of a finished part."""
+    return {"source": part.source, "marks": file_marks(path), "digests": file_digests(path)}
+
+
+def current_entry(part: Part, dest: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The entry of a part that lies finished under `dest`, made from today's source, or None.
+
+    Files whose marks are as recorded are not read. Those that were touched are, and count when their bytes are the same.
+    """
+    entry, path = record.get(part.name), dest / part.name
     if entry is None or entry["source"] != part.source or not path.exists():
-        return False
-    if entry["files"] == file_marks(path):
-        return True
-    try:
-        part.check(path)
-    except (ModelError, OSError, ValueError, KeyError) as error:
-        _say(f"{path} is broken and is made anew: {error}")
-        return False
-    return True
+        return None
+    if entry["marks"] == file_marks(path):
+        return entry
+    if entry["digests"] != file_digests(path):
+        _say(f"{path} is not as it was made, and is made anew")
+        return None
+    return made_entry(part, path)
 
 
-def fetch(settings: FetchSettings) -> int:
-    """Makes what is missing and returns how many parts that were. Raises ModelError."""
-    settings.dest.mkdir(parents=True, exist_ok=True)
-    with _locked(settings.dest / ".lock"):
-        record = _read_record(settings.dest)
-        parts = demo_parts(settings)
-        stale = [part for part in parts if not is_current(part, settings.dest, record)]
+def fetch(dest: Path, parts: Sequence[Part]) -> int:
+    """Makes the parts that are missing, broken or out of date, and returns how many those were. Raises ModelError."""
+    dest.mkdir(parents=True, exist_ok=True)
+    with _locked(dest / ".lock"):
+        for leftover in dest.glob(f"{_SCRATCH}*"):
+            _remove(leftover)  # of a fetch that was killed
+        before = _read_record(dest)
+        found = {part.name: current_entry(part, dest, before) for part in parts}
+        record: dict[str, Any] = {name: entry for name, entry in found.items() if entry is not None}
+        if record != before:
+            _write_record(dest, record)
+        stale = [part for part in parts if part.name not in record]
         for number, part in enumerate(stale, start=1):
             _say(f"[{number}/{len(stale)}] {part.name}")
-            _build(part, settings.dest)
-            record[part.name] = {"source": part.source}
-            _write_record(settings.dest, record)
-        if not stale:
-            fresh = {part.name: file_marks(settings.dest / part.name) for part in parts}
-            if any(record[name]["files"] != marks for name, marks in fresh.items()):
-                _write_record(settings.dest, record)  # touched, but read and found right
-        (settings.dest / "NOTICE.txt").write_text(_NOTICE, encoding="utf-8")
+            _build(part, dest)
+            record[part.name] = made_entry(part, dest / part.name)
+            _write_record(dest, record)
     return len(stale)
 
 
 def _build(part: Part, dest: Path) -> None:
     target, unfinished = dest / part.name, dest / f"{part.name}.part"
     _remove(unfinished)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=dest) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=dest) as scratch:
         part.make(unfinished, Path(scratch))
     part.check(unfinished)
     _remove(target)
@@ -190,11 +205,8 @@ def _read_record(dest: Path) -> dict[str, Any]:
 
 
 def _write_record(dest: Path, record: dict[str, Any]) -> None:
-    marked = {
-        name: {**entry, "files": file_marks(dest / name)} for name, entry in record.items() if (dest / name).exists()
-    }
     unfinished = dest / f"{_RECORD_FILE}.part"
-    unfinished.write_text(json.dumps(marked, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     unfinished.rename(dest / _RECORD_FILE)
 
 
@@ -226,15 +238,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = FetchSettings(args.dest.expanduser().absolute(), args.dtype, args.adapter.expanduser(), args.wheels)
     try:
-        made = fetch(settings)
+        parts = demo_parts(settings)
+        made = fetch(settings.dest, parts)
+        (settings.dest / "NOTICE.txt").write_text(_NOTICE, encoding="utf-8")
         if args.verify:
-            for part in demo_parts(settings):
+            for part in parts:
                 part.check(settings.dest / part.name)
             _child("orthrus_serve.model.demo_answer", str(settings.dest / MODEL_DIR))
     except (ModelError, OSError) as error:
         _say(f"error: {error}")
         return 1
-    state = f"made {made} of 3 parts" if made else "already complete"
+    state = f"made {made} of {len(parts)} parts" if made else "already complete"
     _say(f"demo model in {settings.dest}: {state}{', verified' if args.verify else ''}")
     return 0
 
