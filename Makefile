@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 ORTHRUS := $(VENV)/bin/orthrus-serve
-SERVER := deploy/local/server.sh
+SERVER := $(PY) -m orthrus_serve.ops.local_server
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -19,10 +19,14 @@ SERVER := deploy/local/server.sh
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Read by Ray when it starts. A local Ray asks for a token by default, and makes one (~/.ray/auth_token): keep that, on purpose.
+# It sends usage reports unless told not to.
+run: export RAY_AUTH_MODE ?= token
+run: export RAY_USAGE_STATS_ENABLED = 0
 run: model ## Set up, start the server, run the worked example, leave the server up
-	@$(SERVER) start $(CONFIG) $(BASE_URL)
+	@$(SERVER) start $(CONFIG)
 	@$(ORTHRUS) demo --base-url $(BASE_URL)
-	@$(SERVER) hint
+	@echo "The server is still up. Stop it with:  make stop"
 
 demo: setup ## Run the worked example against a server that is up
 	@$(ORTHRUS) demo --base-url $(BASE_URL)
