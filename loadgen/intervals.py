@@ -85,12 +85,12 @@ def mean_by_blocks(values: Sequence[float], rng: np.random.Generator) -> Estimat
     value = float(array.mean())
     if len(array) < NUM_BATCHES:
         return Estimate(value)
-    low, high = np.quantile(_blocks(array, rng).mean(axis=1), [0.025, 0.975]).tolist()
-    return Estimate(value, low, high)
+    means: NDArray[np.float64] = np.mean(_blocks(array, rng), axis=1)
+    return Estimate(value, float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975)))
 
 
 def ratio_of_pairs(values: Sequence[float], baselines: Sequence[float]) -> Estimate | None:
-    """Geometric mean of value ÷ baseline over rounds, its interval from the spread of the logarithms; None if none is positive."""
+    """Geometric mean of value ÷ baseline over rounds, with the interval of the logarithms; None if none is positive."""
     logs = [math.log(v / b) for v, b in zip(values, baselines, strict=True) if v > 0 and b > 0]
     if not logs:
         return None

@@ -101,20 +101,21 @@ class Poller:
 
     def start(self) -> None:
         """Begins reading; the first reading is taken before this returns."""
-        self._read()
+        self.read()
         self._thread.start()
 
     def stop(self) -> None:
         """Takes a last reading and ends."""
         self._stop.set()
         self._thread.join(timeout=2 * TIMEOUT_S)
-        self._read()
+        self.read()
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
-            self._read()
+            self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Takes a reading now; also the thread's step. Pages that cannot be read are left out."""
         values: dict[str, float] = {}
         at_s = self._now()
         for url in self._urls:
