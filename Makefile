@@ -14,7 +14,7 @@ SERVER := $(PY) -m orthrus_serve.ops.local_server
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-dev model run demo stop lint check test test-unit test-repo test-engine test-serve format
+.PHONY: fuzz help setup setup-dev model run demo stop lint check test test-unit test-repo test-engine test-serve format
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-engine: setup-dev ## Real forwards with vLLM on CPU
 
 test-serve: setup-dev ## The real server on a local Ray
 	$(PY) -m pytest tests/serve $(PYTEST_ARGS)
+
+fuzz: setup-dev ## Many random rounds on the real engine (ROUNDS=60 SEED=1; about 7 s each)
+	OMP_NUM_THREADS=1 $(PY) -m tests.engine.fuzz --rounds $(or $(ROUNDS),60) --seed $(or $(SEED),1)
 
 lint: setup-dev ## Format, lint, types and layers, without tests
 	$(VENV)/bin/ruff format --check .
