@@ -3,9 +3,7 @@
 Guards: combinations that were never tested, or that would serve wrong vectors, are refused before a process starts.
 """
 
-import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from vllm.config import PoolerConfig, VllmConfig
@@ -17,11 +15,9 @@ from vllm.v1.executor.abstract import Executor
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.config.vllm_keys import check_vllm_keys
 from orthrus_serve.engine.adapter_keys import prepare_adapter
+from orthrus_serve.engine.engine_kwargs import engine_kwargs, scheduler_class
 from orthrus_serve.engine.llm import MixedLLM
-from orthrus_serve.engine.settings import EngineSettings
-from orthrus_serve.errors import AdapterError, ConfigError
-
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+from orthrus_serve.errors import ConfigError
 
 
 def make_engine(args: AppArgs, *, stat_loggers: list[Any] | None = None) -> MixedLLM:
@@ -42,10 +38,11 @@ def make_engine(args: AppArgs, *, stat_loggers: list[Any] | None = None) -> Mixe
         log_stats=True,
         stat_loggers=stat_loggers,
     )
-    engine.configure(args.adapters)
-    if engine.eos_token_id is None and any(spec.append_eos for spec in args.adapters.values()):
+    try:
+        engine.configure(args.adapters)
+    except ConfigError:
         engine.shutdown()
-        raise ConfigError("adapters: append_eos is on, but the model's tokenizer has no end-of-sequence token")
+        raise
     return engine
 
 
@@ -54,8 +51,8 @@ def engine_config(args: AppArgs) -> VllmConfig:
     config = engine_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     refuse_untested(config)
     # Only now is it known whether steps overlap; subclassing the wrong scheduler would turn that off.
-    name = "MixedAsyncScheduler" if config.scheduler_config.async_scheduling else "MixedScheduler"
-    config.scheduler_config.scheduler_cls = f"orthrus_serve.engine.scheduler.{name}"
+    is_async = bool(config.scheduler_config.async_scheduling)
+    config.scheduler_config.scheduler_cls = scheduler_class(async_scheduling=is_async)
     return config
 
 
@@ -66,24 +63,8 @@ def engine_args(args: AppArgs) -> AsyncEngineArgs:
         ConfigError: a key that vLLM does not have, or that is ours to set.
     """
     check_vllm_keys(args.vllm, [field.name for field in fields(AsyncEngineArgs)])
-    on_cpu = current_platform.is_cpu()
-    given = dict(args.vllm)
-    if on_cpu and given.setdefault("enforce_eager", True) is not True:
-        raise ConfigError("vllm.enforce_eager: must be true on CPU; grouped LoRA products are not traced")
-    given.setdefault("max_loras", max(1, len(args.adapters)))
-    given.setdefault("max_lora_rank", _rank_to_allow(args))
-    return AsyncEngineArgs(
-        **given,
-        model=args.model.path,
-        served_model_name=[args.model.name],
-        runner="generate",  # keeps every stock pooling path off; the mixed runner adds the task "embed"
-        # MEAN or CLS here would switch chunked prefill and prefix caching off for the whole engine.
-        pooler_config=PoolerConfig(seq_pooling_type="LAST", task="embed"),
-        enable_lora=True,
-        max_logprobs=args.limits.max_logprobs,
-        worker_cls=f"orthrus_serve.engine.worker.{'MixedCPUWorker' if on_cpu else 'MixedGPUWorker'}",
-        additional_config=EngineSettings.from_args(args).to_additional_config(),
-    )
+    kwargs = engine_kwargs(args, on_cpu=current_platform.is_cpu())
+    return AsyncEngineArgs(**(kwargs | {"pooler_config": PoolerConfig(**kwargs["pooler_config"])}))
 
 
 def prepared_adapters(args: AppArgs) -> dict[str, str]:
@@ -113,19 +94,3 @@ def refuse_untested(config: VllmConfig) -> None:
         raise ConfigError("vllm.kv_sharing_fast_prefill: skips hidden states that pooling needs")
     if config.parallel_config.prefill_context_parallel_size > 1:
         raise ConfigError("vllm.prefill_context_parallel_size: not tested in mixed batches yet")
-
-
-def _rank_to_allow(args: AppArgs) -> int:
-    ranks = [_rank_of(name, spec.path) for name, spec in args.adapters.items()]
-    allowed = [rank for rank in _LORA_RANKS if rank >= max(ranks)]
-    if not allowed:
-        raise ConfigError(f"adapters: rank {max(ranks)} is above vLLM's largest, {_LORA_RANKS[-1]}")
-    return allowed[0]
-
-
-def _rank_of(name: str, path: str) -> int:
-    file = Path(path) / "adapter_config.json"
-    try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["r"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise AdapterError(f"adapters.{name}.path: {file} is not a readable LoRA configuration ({error})") from error

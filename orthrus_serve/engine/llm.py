@@ -18,6 +18,7 @@ from orthrus_serve.config.schema import AdapterSpec
 from orthrus_serve.engine.channel import EngineChannel
 from orthrus_serve.engine.settings import PoolingSpec
 from orthrus_serve.engine.vllm_fixes import fix_output_processor
+from orthrus_serve.errors import ConfigError
 
 # vLLM refuses `dimensions` by a check of the base model's config, so whoever feeds the app takes the field out of the body and
 # sets it here, around the call; the app's own tasks inherit the context.
@@ -35,7 +36,13 @@ class MixedLLM(AsyncLLM):
     channel: EngineChannel
 
     def configure(self, adapters: Mapping[str, AdapterSpec]) -> None:
-        """Gives the engine its embedding adapters (by served name) and its channel. Once, after construction."""
+        """Gives the engine its embedding adapters (by served name) and its channel. Once, after construction.
+
+        Raises:
+            ConfigError: an adapter wants an end-of-sequence token and the tokenizer has none.
+        """
+        if self.eos_token_id is None and any(spec.append_eos for spec in adapters.values()):
+            raise ConfigError("adapters: append_eos is on, but the model's tokenizer has no end-of-sequence token")
         self.adapters = dict(adapters)
         self.channel = EngineChannel(self)
         fix_output_processor(self)

@@ -22,6 +22,12 @@ from orthrus_serve.engine.vllm_fixes import unfinished_prompts_without_seeds
 
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
+# Stock front ends neither append an end-of-sequence token nor take an ended embedding; a vector from here would be wrong.
+_NO_FRONT = (
+    "an embedding arrived that no Orthrus front half prepared: start `vllm serve` with the --middleware option that "
+    "`orthrus-serve vllm-args` prints, or give PoolingParams.extra_kwargs a 'pooling'"
+)
+
 Rows = tuple[torch.Tensor | None, Sequence[str], Sequence[int]]
 
 
@@ -86,6 +92,8 @@ class MixedRunnerMixin:
         new_requests = []
         for new in scheduler_output.scheduled_new_reqs:
             if new.pooling_params is not None:
+                if "pooling" not in (new.pooling_params.extra_kwargs or {}):
+                    raise RuntimeError(_NO_FRONT)
                 adapter = new.lora_request.lora_name if new.lora_request else None
                 spec = self.settings.pooling_of(adapter, new.pooling_params.extra_kwargs)
                 self.pooler_progress.add(new.req_id, spec, len(new.prompt_token_ids or ()))

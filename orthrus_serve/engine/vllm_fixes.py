@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
+from vllm.distributed import get_pp_group
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -53,3 +54,16 @@ def unfinished_prompts_without_seeds(input_batch: Any, discarded_rows: Sequence[
         yield
     finally:
         input_batch.generators.update(hidden)
+
+
+def make_intermediate_tensors(runner: Any) -> None:
+    """Gives a V1 runner that is not the first pipeline rank the buffers that it receives hidden states in.
+
+    Stock (v1/worker/cpu_worker.py, `_should_warm_up_model`): they are made in the warm-up pass, which an eager CPU worker with
+    an explicit KV size skips; the first step then fails on an assertion.
+    """
+    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", None) is not None:
+        return
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from orthrus_serve.engine.runner import mixed_runner_class
 from orthrus_serve.engine.vllm_compat import CPU_HOOKS, CUDA_HOOKS, verify_hooks
+from orthrus_serve.engine.vllm_fixes import make_intermediate_tensors
 
 if current_platform.is_cpu() or TYPE_CHECKING:
     from vllm.platforms.cpu import CpuPlatform
@@ -44,6 +45,8 @@ if current_platform.is_cpu() or TYPE_CHECKING:
                 super().load_model(**kwargs)
             finally:
                 CpuPlatform.get_punica_wrapper = stock
+            if not self.use_v2_model_runner:
+                make_intermediate_tensors(self.model_runner)
 
 
 if current_platform.is_cuda() or TYPE_CHECKING:

@@ -12,6 +12,7 @@ os.environ.setdefault(
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as replicas on CPU run (config/environment.py)
 
 import random
 from collections.abc import Callable, Iterator

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm import PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -32,7 +33,7 @@ class TinyModel:
 
     @cached_property
     def _reference(self) -> Any:
-        base = LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         return PeftModel.from_pretrained(base, self.adapter).eval()
 
     @torch.no_grad()
@@ -51,6 +52,15 @@ class TinyModel:
         vector = vector[:dimensions] if dimensions else vector
         return torch.nn.functional.normalize(vector, dim=-1) if normalize else vector
 
+    @torch.no_grad()
+    def greedy(self, token_ids: list[int], count: int, *, adapted: bool = False) -> list[int]:
+        """The tokens that Transformers generates greedily, with or without the adapter, end-of-sequence tokens included."""
+        tokens = list(token_ids)
+        with nullcontext() if adapted else self._reference.disable_adapter():
+            for _ in range(count):
+                tokens.append(int(self._reference(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(token_ids) :]
+
 
 def make_tiny_model(folder: Path) -> TinyModel:
     """A two-layer Llama with random weights, a word tokenizer and a rank-8 adapter on every linear layer."""
@@ -68,14 +78,20 @@ def make_tiny_model(folder: Path) -> TinyModel:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
     ).save_pretrained(folder / "model")  # fmt: skip
-    torch.manual_seed(1)
+    return TinyModel(folder / "model", add_tiny_adapter(model, folder / "adapter", 1))
+
+
+def add_tiny_adapter(model: Any, folder: Path, seed: int) -> Path:
+    """Saves a rank-8 adapter with random weights for a model, which is left without it. Returns its folder."""
+    torch.manual_seed(seed)
     adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, bias="none", target_modules=ALL_LINEAR))
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
                 weight.normal_(0, 0.1)
-    adapted.save_pretrained(folder / "adapter")
-    return TinyModel(folder / "model", folder / "adapter")
+    adapted.save_pretrained(folder)
+    adapted.unload()
+    return folder
 
 
 def token_ids(rng: random.Random, length: int) -> list[int]:

@@ -29,10 +29,10 @@ WORD_IDS = [20, 301, 77, 8, 450]
 class Running:
     """An engine with its event loop and its OpenAI app, for tests that are plain functions."""
 
-    def __init__(self, tiny: TinyModel) -> None:
+    def __init__(self, tiny: TinyModel, args: AppArgs | None = None) -> None:
         self.tiny = tiny
         self.loop = asyncio.Runner()
-        self.args = app_args(tiny)
+        self.args = args or app_args(tiny)
         self.engine: MixedLLM = self.loop.run(self._start())
         self.app: Any = self.loop.run(make_openai_app(self.engine, self.args))
 
