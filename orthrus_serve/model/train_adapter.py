@@ -271,7 +271,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=int, default=16)
     parser.add_argument("--modules", choices=sorted(_MODULES), default="all")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=330.0)
