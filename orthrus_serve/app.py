@@ -21,6 +21,8 @@ from orthrus_serve.serving.ray_compat import check_ray
 MAX_ONGOING_REQUESTS = 100_000
 # A stopping replica finishes what it runs. Longer than the longest generation: 32k tokens at 20 a second, and some.
 GRACEFUL_SHUTDOWN_S = 1800.0
+# How long a request waits when no replica runs (all are loading) before it is answered with 503.
+REPLICA_WAIT_S = 30.0
 HEALTH_CHECK_PERIOD_S = 5.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
 
@@ -34,8 +36,8 @@ def build(args: AppArgs) -> Application:
     return compose(args, start_engine)
 
 
-def compose(args: AppArgs, start: StartEngine) -> Application:
-    """`build`, with the function that starts an engine as an argument."""
+def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_WAIT_S) -> Application:
+    """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
     topology = expand(
         args.topology,
@@ -43,11 +45,12 @@ def compose(args: AppArgs, start: StartEngine) -> Application:
         num_gpus_per_replica=args.num_gpus_per_replica,
         num_fronts=args.front.num_replicas,
     )
-    engines = _engine_deployment(args, topology, topology.pools[0]).bind(args, start)
+    routing = {"rule": topology.router_rule, "replica_wait_s": replica_wait_s}
+    engines = _engine_deployment(args, topology.pools[0], routing).bind(args, start)
     return _front_deployment(args, topology).bind(args, engines)
 
 
-def _engine_deployment(args: AppArgs, topology: Topology, pool: Pool) -> serve.Deployment:
+def _engine_deployment(args: AppArgs, pool: Pool, routing: dict[str, Any]) -> serve.Deployment:
     router: Any = RequestRouterConfig
     deployment: Any = serve.deployment(
         EngineReplica,
@@ -60,7 +63,7 @@ def _engine_deployment(args: AppArgs, topology: Topology, pool: Pool) -> serve.D
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=router(
             request_router_class="orthrus_serve.serving.router.RemainingTokenRouter",
-            request_router_kwargs={"rule": topology.router_rule},
+            request_router_kwargs=routing,
         ),
         ray_actor_options={
             "num_cpus": args.num_cpus_per_replica,

@@ -39,7 +39,6 @@ log = event_log(__name__)
 # How long requests that were open when the core died may take to send their errors.
 LAST_WORDS_S = 2.0
 IDLE_WATCH_GAP_S = 0.25
-DONE_EVENT = b"data: [DONE]\n\n"
 GONE = RequestError(503, "The engine of this replica is gone.", code="replica_lost")
 
 
@@ -176,15 +175,11 @@ class EngineReplica:
                 self._nothing_open.set()
 
     async def _marked(self, reply: AsyncGenerator[Start | bytes]) -> AsyncGenerator[Start | bytes]:
-        """Passes a reply on. When the core died under it: an error is marked for a retry, and a stream is not called done."""
+        """Passes a reply on; an error that comes after the core died is marked, so that the Front asks another replica."""
         try:
             async for item in reply:
-                if not self._core_is_gone():
-                    yield item
-                elif isinstance(item, bytes):
-                    yield item.removesuffix(DONE_EVENT)
-                else:
-                    yield self._gone_start(LOST_STATUS) if item[0] >= 500 else item
+                is_lost = not isinstance(item, bytes) and item[0] >= 500 and self._core_is_gone()
+                yield self._gone_start(LOST_STATUS) if is_lost else item
         finally:
             await reply.aclose()
 

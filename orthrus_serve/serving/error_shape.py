@@ -19,6 +19,8 @@ _NO_ROOM = "max_tokens must be at least 1"
 _TOO_LONG = re.compile(r"This model's maximum context length|The prompt fills the model|input: \d+ tokens")
 _EMPTY = re.compile(r"prompt cannot be empty|^input: ")
 
+_ERROR_EVENT = b'data: {"error":'
+
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -59,6 +61,18 @@ def reshape_error(status: int, body: bytes, prompt_field: str | None = None) -> 
     elif _EMPTY.search(message):
         param = prompt_field
     return error_bytes(RequestError(status, message, param=param, code=code))
+
+
+def has_error_event(chunk: bytes) -> bool:
+    """Whether an event of this chunk is an error of vLLM's. Text in an event cannot look like one: its quotes are escaped."""
+    return _ERROR_EVENT in chunk
+
+
+def reshape_events(chunk: bytes) -> bytes:
+    """A chunk of whole server-sent events up to its first error, and that in our shape."""
+    before, _, after = chunk.partition(_ERROR_EVENT)
+    body = b'{"error":' + after.partition(b"\n\n")[0]
+    return before + b"event: error\ndata: " + reshape_error(500, body) + b"\n\n"
 
 
 def _read_error(body: bytes) -> tuple[str, str | None]:

@@ -48,13 +48,14 @@ class Pool(Protocol):
 class _RayCall:
     def __init__(self, stream: DeploymentResponseGenerator[Any]) -> None:
         self._stream = stream
+        self._is_ended = False
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]:
         return self
 
     async def __anext__(self) -> Start | bytes:
         try:
-            return await self._stream.__anext__()
+            return await self._next()
         except RayActorError as lost:  # died or unavailable
             raise ReplicaLostError(type(lost).__name__) from lost
         except (RequestCancelledError, TaskCancelledError) as lost:
@@ -63,8 +64,16 @@ class _RayCall:
         except (DeploymentUnavailableError, NoReplicaError) as none:
             raise PoolUnavailableError(str(none)) from none
 
+    async def _next(self) -> Start | bytes:
+        try:
+            return await self._stream.__anext__()
+        except Exception:
+            self._is_ended = True
+            raise
+
     def cancel(self) -> None:
-        self._stream.cancel()
+        if not self._is_ended:  # Serve would raise the error that ended the call once more
+            self._stream.cancel()
 
 
 class EnginePool:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from orthrus_serve.errors import RequestError
-from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes, reshape_error, sse_error_event
+from orthrus_serve.serving.error_shape import (
+    JSON_HEADERS,
+    error_bytes,
+    has_error_event,
+    reshape_error,
+    reshape_events,
+    sse_error_event,
+)
 from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
@@ -184,12 +191,16 @@ async def run_app(
             yield reshape_error(status, body, PROMPT_FIELDS.get(request.path))
             return
         yield status, headers
+        is_stream = is_event_stream(headers)
         async for chunk in call.chunks():
+            if is_stream and has_error_event(chunk):
+                yield reshape_events(chunk)
+                return  # vLLM goes on to `[DONE]`, as if the answer were complete
             yield chunk
         if call.is_complete:
             return
         log.error("app_failed_within_reply", path=request.path, cause=_told(call.failure()))
-        if not is_event_stream(headers):
+        if not is_stream:
             raise TruncatedReplyError(f"{request.path}: the app ended within its reply")
         yield sse_error_event(INTERNAL_ERROR)
     finally:

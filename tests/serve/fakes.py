@@ -171,3 +171,9 @@ async def start_fake(args: AppArgs) -> RunningEngine:
     """What `EngineReplica` gets in place of a real engine."""
     engine = FakeEngine()
     return RunningEngine(engine, fake_app(engine), EMBEDDING_SIZE, dimensions_asked)
+
+
+async def never_start(args: AppArgs) -> RunningEngine:
+    """An engine that loads for ever."""
+    await asyncio.Event().wait()
+    raise AssertionError("this is a bug in asyncio")

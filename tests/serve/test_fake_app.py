@@ -12,7 +12,10 @@ import httpx
 import pytest
 from ray import serve
 
-from tests.serve.conftest import App
+from orthrus_serve.app import compose
+from orthrus_serve.config.schema import AppArgs
+from tests.serve.conftest import FAKE_ARGS, App
+from tests.serve.fakes import never_start
 
 EMBED, COMPLETE = "/v1/embeddings", "/v1/completions"
 
@@ -208,3 +211,19 @@ def test_a_refused_or_broken_user_config_changes_nothing_and_kills_nobody(fake: 
             assert info["settings"]["refused"] is None if refused is None else refused in info["settings"]["refused"]
     assert {info["replica"] for info in fake.info("Engine")} == before
     assert embed(client).status_code == 200
+
+
+def test_while_no_replica_runs_requests_get_a_503_and_health_says_so(serve_url: str) -> None:
+    args = AppArgs.model_validate({**FAKE_ARGS, "num_replicas": 1})
+    app = compose(args, never_start, replica_wait_s=0.5)
+    serve.run_many([serve.RunTarget(app, "loading", "/loading")], wait_for_applications_running=False)
+    try:
+        with httpx.Client(base_url=f"{serve_url}/loading", timeout=60) as client:
+            until(lambda: client.get("/version").status_code == 200, limit_s=60)
+            answer = embed(client)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+            assert int(answer.headers["retry-after"]) > 0
+            health = client.get("/health")
+            assert (health.status_code, health.json()["pools"]["Engine"]["healthy"]) == (503, 0)
+    finally:
+        serve.delete("loading", _blocking=False)

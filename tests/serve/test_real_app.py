@@ -162,7 +162,8 @@ def test_chats_and_embeddings_at_once_share_steps_and_get_their_own_answers(real
 SAMPLING: list[dict[str, Any]] = [
     {"seed": 5}, {"temperature": 2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}, {"presence_penalty": 1, "frequency_penalty": 1},
     {"repetition_penalty": 1.5}, {"logit_bias": {"7": 5}}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"n": 8}, {"min_tokens": 3},
-    {"echo": True, "logprobs": 1}, {"allowed_token_ids": [5, 6]}, {"stop": ["w5"]}, {"bad_words": ["w5"]}, {"stop_token_ids": [9]},
+    {"echo": True, "logprobs": 1}, {"allowed_token_ids": [5, 6]}, {"stop": ["w5"]}, {"bad_words": ["w5"]},
+    {"stop_token_ids": [9]},
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_engines_are_one_gpu_each_and_there_is_a_front_for_two_of_them() -> None
     assert engine._deployment_config.graceful_shutdown_timeout_s == GRACEFUL_SHUTDOWN_S
     router = engine._deployment_config.request_router_config
     assert router.request_router_class == "orthrus_serve.serving.router.RemainingTokenRouter"
-    assert router.request_router_kwargs == {"rule": "least_remaining_tokens"}
+    assert router.request_router_kwargs == {"rule": "least_remaining_tokens", "replica_wait_s": 30.0}
 
 
 @pytest.mark.parametrize(("gpus", "v2", "dynamo"), [(0, "0", "1"), (1, "1", None), (0.5, "1", None)])

@@ -69,6 +69,29 @@ async def test_an_app_that_raises_before_its_first_byte_is_a_500_in_openai_shape
     assert "secret" not in error["message"]
 
 
+@pytest.mark.parametrize("joined", [True, False])
+async def test_an_error_event_of_vllm_ends_the_stream_in_our_shape(joined: bool) -> None:
+    events = [
+        b'data: {"text": "{\\"error\\": 1}"}\n\n',
+        b'data: {"error": {"message": "no", "code": 500}}\n\n',
+        b"data: [DONE]\n\n",
+    ]
+    if not joined:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send(start(headers=SSE))
+            for event in events:
+                await asyncio.sleep(0.001)
+                await send(body(event, True))
+            await send(body(b""))
+
+    else:
+        app = replying(start(headers=SSE), body(b"".join(events)))
+    _, _, raw = await reply_of(app)
+    error = b'{"error":{"message":"no","type":"server_error","param":null,"code":null}}'
+    assert raw == events[0] + b"event: error\ndata: " + error + b"\n\n"
+
+
 @pytest.mark.parametrize("then", [RuntimeError("broken"), None])
 async def test_a_stream_that_breaks_off_ends_in_an_error_event(then: BaseException | None) -> None:
     _, _, raw = await reply_of(replying(start(headers=SSE), body(b'data: {"x":1}\n\n', True), then=then))
