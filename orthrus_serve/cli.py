@@ -43,6 +43,10 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("file", help="Serve file, such as configs/orthrus.yaml")
     plan.set_defaults(run=_plan, takes_rest=False)
 
+    vllm_args = verbs.add_parser("vllm-args", help="print the `vllm serve` command line that serves one engine without Ray")
+    vllm_args.add_argument("file", help="Serve file, such as configs/cpu.yaml")
+    vllm_args.set_defaults(run=_vllm_args, takes_rest=False)
+
     model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
     model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
     fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
@@ -73,6 +77,17 @@ def _plan(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.plan import plan_lines
 
     print("\n".join(plan_lines(read_serve_file(args.file))))
+    return EXIT_OK
+
+
+def _vllm_args(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.config.check import check_serve_file
+    from orthrus_serve.config.load import read_serve_file
+    from orthrus_serve.ops.vllm_args import vllm_command_line
+
+    file = read_serve_file(args.file)
+    check_serve_file(file)
+    print(vllm_command_line(file))
     return EXIT_OK
 
 

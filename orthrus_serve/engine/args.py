@@ -64,7 +64,8 @@ def engine_args(args: AppArgs) -> AsyncEngineArgs:
     """
     check_vllm_keys(args.vllm, [field.name for field in fields(AsyncEngineArgs)])
     kwargs = engine_kwargs(args, on_cpu=current_platform.is_cpu())
-    return AsyncEngineArgs(**(kwargs | {"pooler_config": PoolerConfig(**kwargs["pooler_config"])}))
+    kwargs["pooler_config"] = PoolerConfig(**kwargs["pooler_config"])
+    return AsyncEngineArgs(**kwargs)
 
 
 def prepared_adapters(args: AppArgs) -> dict[str, str]:

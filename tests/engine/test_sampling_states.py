@@ -4,10 +4,8 @@ Stock here is stock scheduler, worker and runner with whole prompts, one request
 same prompts into chunks, beside a flood of embeddings of all poolings.
 """
 
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -99,7 +99,9 @@ def test_an_embedding_that_the_engine_ends_comes_out_empty(reason: FinishReason)
     processor = processor_with_an_embedding(FixedOutputProcessor)
     outputs: list[Any] = [EngineCoreOutput(request_id="e-internal", new_token_ids=[], finish_reason=reason)]
     finished = processor.process_outputs(outputs).request_outputs
-    assert [(output.request_id, output.finished, output.outputs.data.numel()) for output in finished] == [("e", True, 0)]
+    assert [(output.request_id, output.finished, output.outputs.data.numel()) for output in finished] == [
+        ("e", True, 0)
+    ]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
