@@ -27,6 +27,7 @@ from loadgen.tables import compare_table, stage_table
 from loadgen.wording import BOTTLENECK, compare_headlines
 
 WORKLOADS = ("ratio", "embed", "generate", "pools", "phases", "block", "iter_retgen", "trace")
+WIDTH = 150  # where the output is no terminal
 OK, TARGET_FAILED, NO_RESULT, CLIENT_BOTTLENECK, INTERRUPTED = 0, 1, 2, 3, 130
 
 # Flag → place in the settings. Everything else is reached by --set.
@@ -54,7 +55,7 @@ FLAGS: tuple[tuple[str, str, str], ...] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     options = _parser().parse_args(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     try:
         match options.verb:
             case "run":

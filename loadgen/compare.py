@@ -6,7 +6,8 @@ round. With `compare.bound`, each kind alone is measured in the same rounds and 
 
 import asyncio
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from loadgen.summary import Distribution, RunReport, StageSummary
 
 COMPARE_SCHEMA = "loadgen-compare-1"
 PREPARE_TIMEOUT_S = 600.0
+SEED_STRIDE = 10_000  # turns of one comparison
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +49,14 @@ class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
     ratios: list[Ratio]
     bounds: list[Bound]
     runs: list[RunReport]
+    alone: list[RunReport]  # each kind alone, for the bound
 
     @property
     def bottlenecks(self) -> list[str]:
         """Why the client's numbers cannot be trusted; empty if they can."""
-        return list(dict.fromkeys(f"{one.target}: {line}" for one in self.runs for line in one.bottlenecks))
+        return list(
+            dict.fromkeys(f"{one.target}: {line}" for one in [*self.runs, *self.alone] for line in one.bottlenecks)
+        )
 
     def runs_of(self, target: str) -> list[RunReport]:
         """The runs of one target, by rounds."""
@@ -74,7 +79,7 @@ MEASURES: tuple[tuple[str, Literal["higher", "lower"], Callable[[StageSummary], 
     ("generate ITL p99", "lower", lambda stage: _point(_of_generate(stage, "itl"), "p99")),
     ("session E2E p50", "lower", lambda stage: _point(stage.sessions.e2e if stage.sessions else None, "p50")),
     ("session E2E p99", "lower", lambda stage: _point(stage.sessions.e2e if stage.sessions else None, "p99")),
-    ("time of the stage", "lower", lambda stage: stage.elapsed_s),
+    ("time of the stage", "lower", lambda stage: None if "time" in stage.stop_reason else stage.elapsed_s),
 )
 
 
@@ -89,19 +94,21 @@ def compare(settings: user.Settings, watcher: Watcher) -> CompareReport:
         raise SettingsError("compare: needs targets (compare.targets, or --target NAME=URL twice)")
     prepared: dict[str, Prepared] = {}
     runs: list[RunReport] = []
-    alone: dict[Kind, list[float]] = {"embed": [], "generate": []}
+    alone: list[RunReport] = []
+    # Never the same prompts twice: two targets may be one server that is switched between its turns.
+    seeds = count((settings.seed or 0) * SEED_STRIDE)
     for number in range(plan.rounds):
         order = plan.targets if number % 2 == 0 else plan.targets[::-1]
         for target in order:
             watcher.say(f"round {number + 1} of {plan.rounds}: {target.name}")
-            turn = settings.model_copy(update={"target": target, "seed": settings.seed + number})
+            turn = settings.model_copy(update={"target": target, "seed": next(seeds)})
             _get_ready(target)
             if target.name not in prepared:
                 prepared[target.name] = asyncio.run(prepare(turn, target_of(target), stages_of(turn), watcher))
             report = run(turn, watcher, prepared[target.name])
             runs.append(report if number == plan.rounds - 1 else msgspec.structs.replace(report, series=[]))
             if plan.bound is not None and target.name == plan.bound.rates_from:
-                _measure_alone(turn, plan.bound, watcher, alone)
+                alone += _measure_alone(turn, watcher, seeds)
     names = [target.name for target in plan.targets]
     return CompareReport(
         schema=COMPARE_SCHEMA,
@@ -110,8 +117,9 @@ def compare(settings: user.Settings, watcher: Watcher) -> CompareReport:
         targets=names,
         rounds=plan.rounds,
         ratios=ratios_of(runs, names),
-        bounds=[] if plan.bound is None else bounds_of(runs, names[0], plan.bound.split, alone),
+        bounds=[] if plan.bound is None else bounds_of(runs, names[0], plan.bound, alone),
         runs=runs,
+        alone=alone,
     )
 
 
@@ -135,10 +143,10 @@ def ratios_of(runs: Sequence[RunReport], names: Sequence[str]) -> list[Ratio]:
 
 
 def bounds_of(
-    runs: Sequence[RunReport], baseline: str, split: tuple[int, int], alone: dict[Kind, list[float]]
+    runs: Sequence[RunReport], baseline: str, plan: user.BoundSettings, alone: Sequence[RunReport]
 ) -> list[Bound]:
     """The bound for every stage of the runs that mixes both kinds, at the mix that was offered (from the other targets)."""
-    embed_rate, generate_rate = mean_of(alone["embed"]), mean_of(alone["generate"])
+    embed_rate, generate_rate = _rate_per_card("embed", plan, alone), _rate_per_card("generate", plan, alone)
     mixed = [one for one in runs if one.target != baseline] or list(runs)
     bounds: list[Bound] = []
     for place, stage in enumerate(mixed[0].stages):
@@ -151,28 +159,32 @@ def bounds_of(
             Bound(
                 stage=stage.name,
                 embed_share=share,
-                split=split,
+                split=plan.split,
                 embed_rate=embed_rate,
                 generate_rate=generate_rate,
-                bound=load_balance_bound(share, split, embed_rate.value, generate_rate.value),
+                bound=load_balance_bound(share, plan.split, embed_rate.value, generate_rate.value),
             )
         )
     return bounds
 
 
-def _measure_alone(
-    turn: user.Settings, bound: user.BoundSettings, watcher: Watcher, alone: dict[Kind, list[float]]
-) -> None:
-    """Adds the rates per card of each kind alone, at the same number of clients."""
-    num_embed, num_generate = bound.split
-    cards = {"embed": num_embed, "generate": num_generate}
+def _measure_alone(turn: user.Settings, watcher: Watcher, seeds: Iterator[int]) -> list[RunReport]:
+    """Each kind alone, at the same number of clients."""
+    reports: list[RunReport] = []
     kinds: tuple[Kind, Kind] = ("embed", "generate")
     for kind in kinds:
         watcher.say(f"{turn.target.name}: {kind} alone, for the bound")
         workload = user.SingleSettings(kind=kind, arrivals=_saturating(turn.workload))
-        report = run(turn.model_copy(update={"workload": workload}), watcher)
-        used = num_embed + num_generate if bound.rates == "shared" else cards[kind]
-        alone[kind].append(report.stages[0].rate.value / used)
+        report = run(turn.model_copy(update={"workload": workload, "seed": next(seeds)}), watcher)
+        reports.append(msgspec.structs.replace(report, series=[]))
+    return reports
+
+
+def _rate_per_card(kind: Kind, plan: user.BoundSettings, alone: Sequence[RunReport]) -> Estimate:
+    num_embed, num_generate = plan.split
+    part = num_embed if kind == "embed" else num_generate
+    cards = num_embed + num_generate if plan.rates == "shared" else part
+    return mean_of([one.stages[0].rate.value / cards for one in alone if one.workload == kind])
 
 
 def _saturating(workload: user.WorkloadSettings) -> user.ClosedSettings:

@@ -13,6 +13,7 @@ from loadgen.wording import (
     compare_headlines,
     estimate,
     judgement,
+    measured,
     number,
     percent,
     percentiles,
@@ -140,8 +141,8 @@ def _ratios(report: CompareReport) -> str:
         (
             escape(ratio.stage),
             escape(ratio.measure),
-            number(ratio.baseline),
-            f"{escape(ratio.target)}: {number(ratio.value)}",
+            measured(ratio, ratio.baseline),
+            f"{escape(ratio.target)}: {measured(ratio, ratio.value)}",
             estimate(ratio.ratio),
             f'<span class="{styles[judgement(ratio)]}">{judgement(ratio)}</span>',
         )

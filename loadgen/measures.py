@@ -4,6 +4,7 @@ Rates count the requests that ended well inside the window; latencies are those 
 they ended. An error is never in either. See docs/loadgen.md for each definition.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def window_of(
     cut_off_s = max(result.cut_off_s for result in results)
     if not stage.steady:
         last_s = max((record.ended_s for record in records), default=cut_off_s)
-        return Window(started_s, max(np.nextafter(last_s, np.inf), cut_off_s))
+        # A window leaves out its end: the last answer belongs into this one.
+        return Window(started_s, max(math.nextafter(last_s, math.inf), cut_off_s))
     if stage.warmup_s is not None:
         return Window(min(started_s + stage.warmup_s, cut_off_s), cut_off_s)
     ends_s = [session.ended_s for session in sessions] or [record.ended_s for record in records]

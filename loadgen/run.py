@@ -66,11 +66,12 @@ def run(settings: user.Settings, watcher: Watcher, prepared: Prepared | None = N
     if settings.sampling.stream is False:
         watcher.say("without streaming there is no TTFT, TPOT or ITL")
     target = target_of(settings.target)
-    provenance = make_provenance(target, settings.seed, settings.processes)
+    seed = settings.seed or 0
+    provenance = make_provenance(target, seed, settings.processes)
     prepared = prepared or asyncio.run(prepare(settings, target, stages, watcher))
     zero_s = time.monotonic()
     job = Job(
-        place=Place(0, settings.processes, settings.seed),
+        place=Place(0, settings.processes, seed),
         target=target,
         sampling=sampling_of(settings.sampling),
         stages=stages,
@@ -108,7 +109,7 @@ def _run_stages(
             watcher.begin_stage(stage, index + 1, len(job.stages))
             results = fleet.run_stage(index, watcher.on_snapshot)
             poller.read()
-            rng = np.random.default_rng([settings.seed, 99, index])
+            rng = np.random.default_rng([job.place.seed, 99, index])
             summary = summarise(stage, results, goals, limits, lambda seen: _server_in(poller, seen), rng)
             summaries.append(summary)
             series += series_of(stage, results)
@@ -171,7 +172,7 @@ async def prepare(settings: user.Settings, target: Target, stages: Sequence[Stag
         client = Client(target, sampling_of(settings.sampling), http, time.monotonic)
         await check_target(client, kinds, target)
         if isinstance(settings.workload, user.IterRetGenSettings):
-            corpus, library = await _library(settings.workload, target, client, settings.seed, watcher)
+            corpus, library = await _library(settings.workload, target, client, settings.seed or 0, watcher)
             text = f"{corpus.name}, {len(corpus.passages)} passages; {len(library.questions)} questions"
             return Prepared(_no_table(), library, text)
         corpus = load_corpus(settings.prompts.corpus)

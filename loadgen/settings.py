@@ -261,7 +261,10 @@ class CompareSettings(Model):
 
 
 class Settings(Model):
-    """Everything about one run. `warmup_s` None: until every request sent in the first burst has ended."""
+    """Everything about one run. `warmup_s` None: until every request sent in the first burst has ended.
+
+    `seed` None: drawn anew and written into the report, so that two runs against one server do not repeat their prompts.
+    """
 
     target: TargetSettings = TargetSettings()
     workload: WorkloadSettings
@@ -274,4 +277,4 @@ class Settings(Model):
     warmup_s: NonNegative | None = None
     timeout_s: PositiveFloat = 600.0
     processes: PositiveInt = 1
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] | None = None

@@ -1,6 +1,7 @@
 """Reads settings from a YAML file and from `key=value` texts, and says what is wrong with them, one line per problem."""
 
 import difflib
+import secrets
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,8 @@ from typing_extensions import override
 
 from loadgen.errors import SettingsError
 from loadgen.settings import Model, Settings
+
+MAX_SEED = 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -74,16 +77,17 @@ def parse_assignment(text: str) -> dict[str, Any]:
 
 
 def parse_settings(data: Mapping[str, Any]) -> Settings:
-    """Checked settings.
+    """Checked settings, with a seed drawn if none was given.
 
     Raises:
         SettingsError: one line per problem, each naming the key.
     """
     try:
-        return Settings.model_validate(data)
+        settings = Settings.model_validate(data)
     except ValidationError as error:
         lines = [_sentence(item["loc"], item["type"], item["msg"]) for item in error.errors()]
         raise SettingsError("\n".join(dict.fromkeys(lines))) from error
+    return settings if settings.seed is not None else settings.model_copy(update={"seed": secrets.randbelow(MAX_SEED)})
 
 
 def _sentence(place: tuple[int | str, ...], kind: str, message: str) -> str:

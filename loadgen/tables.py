@@ -4,7 +4,7 @@ from rich.table import Table
 
 from loadgen.compare import CompareReport
 from loadgen.summary import StageSummary
-from loadgen.wording import estimate, judgement, number, percent, percentiles, seconds
+from loadgen.wording import estimate, judgement, measured, number, percent, percentiles, seconds
 
 
 def stage_table(stage: StageSummary) -> Table:
@@ -60,9 +60,9 @@ def compare_table(report: CompareReport) -> Table:
         table.add_row(
             ratio.stage,
             ratio.measure,
-            number(ratio.baseline),
+            measured(ratio, ratio.baseline),
             ratio.target,
-            number(ratio.value),
+            measured(ratio, ratio.value),
             estimate(ratio.ratio),
             f"[{colours[word]}]{word}[/]",
         )

@@ -91,6 +91,12 @@ def verdict(ratio: Ratio, baseline: str) -> str:
     return f"{ratio.target} has {estimate(ratio.ratio)} times the {ratio.measure} of {baseline}: {judgement(ratio)}"
 
 
+def measured(ratio: Ratio, value: float) -> str:
+    """A value of the ratio's measure, with its unit if that is a time."""
+    is_time = ratio.better == "lower"  # all that should be low are times
+    return seconds(value) if is_time else number(value)
+
+
 def judgement(ratio: Ratio) -> str:
     """`better`, `worse`, or `no difference shown` where the interval holds 1 or is missing."""
     low, high = ratio.ratio.low, ratio.ratio.high
