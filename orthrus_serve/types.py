@@ -4,7 +4,9 @@ from typing import Literal, NewType
 
 RequestKind = Literal["generate", "embed"]
 PolicyName = Literal["orthrus", "hetero_fcfs", "unified_homo"]
-PoolingKind = Literal["last", "mean", "weighted_mean", "cls"]
+PoolingKind = Literal["last", "mean", "weighted_mean", "cls", "all"]
+Activation = Literal["none", "tanh", "gelu", "relu"]
+Reduction = Literal["mean", "max", "last"]
 
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from orthrus_serve.types import PolicyName, PoolingKind
+from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction
 
 
 class Section(BaseModel):
@@ -35,12 +35,44 @@ class ModelSpec(Section):
         return expand(value)
 
 
+class HeadSpec(Section):
+    """A dense layer over every hidden state of an input, and what makes one vector of its rows. For `pooling: all`.
+
+    `path` is a safetensors file with `weight` `[out, hidden size]` and, if there is one, `bias` `[out]`. The states are kept
+    until the input is complete, so `max_input_tokens` bounds them: longer inputs are refused, and the start is refused when
+    all slots full of them would take more than `max_state_bytes`.
+    """
+
+    path: str = Field(min_length=1)
+    activation: Activation = "none"
+    reduction: Reduction = "mean"
+    max_input_tokens: int = Field(default=1024, ge=1)
+    max_state_bytes: int = Field(default=2**30, ge=1)
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return expand(value)
+
+
+class GenerateAdapterSpec(Section):
+    """A LoRA adapter that generates, under a name of its own."""
+
+    path: str = Field(min_length=1)
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        return expand(value)
+
+
 class AdapterSpec(Section):
     """A LoRA adapter that embeds, and everything that stock HTTP bodies cannot say about it.
 
     `pooling` and `normalize` say how hidden states become a vector. `append_eos` appends the end-of-sequence token to the
     token ids of every input, token input included, unless it is there already. `dimensions` lists the lengths that a
-    client may ask for (Matryoshka); the vector is cut, then normalised. No text prefix is ever added by the server.
+    client may ask for (Matryoshka); the vector is cut, then normalised. No text prefix is ever added by the server. `head`
+    goes with `pooling: all`, and only with it.
     """
 
     path: str = Field(min_length=1)
@@ -48,6 +80,7 @@ class AdapterSpec(Section):
     normalize: bool = True
     append_eos: bool = True
     dimensions: tuple[int, ...] = ()
+    head: HeadSpec | None = None
 
     @field_validator("path")
     @classmethod
@@ -60,6 +93,12 @@ class AdapterSpec(Section):
         if any(n < 1 for n in value):
             raise ValueError("every entry must be at least 1")
         return value
+
+    @model_validator(mode="after")
+    def _head_with_all(self) -> Self:
+        if (self.pooling == "all") != (self.head is not None):
+            raise ValueError("pooling: 'all' and head go together: a head turns all hidden states into one vector")
+        return self
 
 
 class EngineSpec(Section):
@@ -110,6 +149,7 @@ class AppArgs(Section):
     topology: PolicyName
     model: ModelSpec
     adapters: dict[str, AdapterSpec]
+    generate_adapters: dict[str, GenerateAdapterSpec] = Field(default_factory=dict)
     num_replicas: int = Field(default=1, ge=1)
     num_gpus_per_replica: float = Field(default=1.0, ge=0)
     num_cpus_per_replica: float = Field(default=1.0, ge=0)
@@ -123,10 +163,14 @@ class AppArgs(Section):
     def _consistent(self) -> Self:
         if not self.adapters:
             raise ValueError("adapters: name at least one embedding adapter")
-        if "" in self.adapters:
+        names = [self.model.name, *self.adapters, *self.generate_adapters]
+        if "" in names:
             raise ValueError("adapters: an adapter needs a name")
-        if self.model.name in self.adapters:
-            raise ValueError(f"adapters: {self.model.name!r} is also the generator's name")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"adapters: {twice[0]!r} names two things; the generator and all adapters need names of their own"
+            )
         if self.embed_adapter is not None and self.embed_adapter not in self.adapters:
             raise ValueError(f"embed_adapter: {self.embed_adapter!r} is not one of {sorted(self.adapters)}")
         gpus = self.num_gpus_per_replica

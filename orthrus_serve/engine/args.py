@@ -50,6 +50,7 @@ def engine_config(args: AppArgs) -> VllmConfig:
     """vLLM's resolved configuration, with our scheduler in it."""
     config = engine_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     refuse_untested(config)
+    refuse_large_heads(args, config)
     # Only now is it known whether steps overlap; subclassing the wrong scheduler would turn that off.
     is_async = bool(config.scheduler_config.async_scheduling)
     config.scheduler_config.scheduler_cls = scheduler_class(async_scheduling=is_async)
@@ -70,7 +71,27 @@ def engine_args(args: AppArgs) -> AsyncEngineArgs:
 
 def prepared_adapters(args: AppArgs) -> dict[str, str]:
     """Served name → folder to load, with keys renamed for a generate engine where an adapter needs it."""
-    return {name: str(prepare_adapter(spec.path)) for name, spec in args.adapters.items()}
+    specs = {**args.adapters, **args.generate_adapters}
+    return {name: str(prepare_adapter(spec.path)) for name, spec in specs.items()}
+
+
+def refuse_large_heads(args: AppArgs, config: VllmConfig) -> None:
+    """Refuses a head whose kept hidden states could outgrow its bound: every slot full of its longest inputs.
+
+    Raises:
+        ConfigError: names the numbers and what to lower.
+    """
+    model, slots = config.model_config, config.scheduler_config.max_num_seqs
+    for name, spec in args.adapters.items():
+        if spec.head is None:
+            continue
+        tokens = min(spec.head.max_input_tokens, model.max_model_len)
+        size = slots * tokens * model.get_hidden_size() * model.dtype.itemsize
+        if size > spec.head.max_state_bytes:
+            raise ConfigError(
+                f"adapters.{name}.head: {slots} slots of {tokens} tokens would keep {size} bytes of hidden states, above "
+                f"max_state_bytes={spec.head.max_state_bytes}; lower max_input_tokens or vllm.max_num_seqs, or raise it"
+            )
 
 
 def refuse_untested(config: VllmConfig) -> None:

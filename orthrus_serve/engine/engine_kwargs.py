@@ -30,7 +30,7 @@ def engine_kwargs(args: AppArgs, *, on_cpu: bool) -> dict[str, Any]:
     given = dict(args.vllm)
     if on_cpu and given.setdefault("enforce_eager", True) is not True:
         raise ConfigError("vllm.enforce_eager: must be true on CPU; grouped LoRA products are not traced")
-    given.setdefault("max_loras", max(1, len(args.adapters)))
+    given.setdefault("max_loras", len(args.adapters) + len(args.generate_adapters))
     given.setdefault("max_lora_rank", _rank_to_allow(args))
     return {
         **given,
@@ -57,7 +57,8 @@ def front_settings(args: AppArgs) -> dict[str, Any]:
 
 
 def _rank_to_allow(args: AppArgs) -> int:
-    ranks = [_rank_of(name, spec.path) for name, spec in args.adapters.items()]
+    ranks = [_rank_of(f"adapters.{name}", spec.path) for name, spec in args.adapters.items()]
+    ranks += [_rank_of(f"generate_adapters.{name}", spec.path) for name, spec in args.generate_adapters.items()]
     allowed = [rank for rank in _LORA_RANKS if rank >= max(ranks)]
     if not allowed:
         raise ConfigError(f"adapters: rank {max(ranks)} is above vLLM's largest, {_LORA_RANKS[-1]}")
@@ -69,4 +70,4 @@ def _rank_of(name: str, path: str) -> int:
     try:
         return int(json.loads(file.read_text(encoding="utf-8"))["r"])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise AdapterError(f"adapters.{name}.path: {file} is not a readable LoRA configuration ({error})") from error
+        raise AdapterError(f"{name}.path: {file} is not a readable LoRA configuration ({error})") from error

@@ -5,7 +5,6 @@ Leaves out HTTP (vLLM's own app, `openai_app.py`) and everything that happens in
 
 from collections.abc import AsyncGenerator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from orthrus_serve.config.schema import AdapterSpec
 from orthrus_serve.engine.channel import EngineChannel
-from orthrus_serve.engine.settings import PoolingSpec
 from orthrus_serve.engine.vllm_fixes import fix_output_processor
 from orthrus_serve.errors import ConfigError
 
@@ -97,6 +95,8 @@ class MixedLLM(AsyncLLM):
             assert self.eos_token_id is not None  # checked at start
             token_ids.append(self.eos_token_id)
         longest = self.max_model_len - 1  # the core rejects a prompt as long as the model's context
+        if adapter.head is not None:
+            longest = min(longest, adapter.head.max_input_tokens)
         if len(token_ids) > longest:
             counted = " (the end-of-sequence token included)" if adapter.append_eos else ""
             raise ValueError(
@@ -106,10 +106,8 @@ class MixedLLM(AsyncLLM):
 
 
 def _pooling(adapter: AdapterSpec, params: PoolingParams) -> dict[str, Any]:
-    spec = PoolingSpec(pooling=adapter.pooling, normalize=adapter.normalize, dimensions=embed_dimensions.get())
-    if params.use_activation is not None:
-        spec = replace(spec, normalize=params.use_activation)
-    return asdict(spec)
+    normalize = adapter.normalize if params.use_activation is None else params.use_activation
+    return {"pooling": adapter.pooling, "normalize": normalize, "dimensions": embed_dimensions.get()}
 
 
 def _require_vector(output: PoolingRequestOutput) -> None:

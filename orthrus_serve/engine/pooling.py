@@ -9,15 +9,18 @@ A chunk of positions [start, end) of an input of n tokens, hidden size d:
     cls            keep  h[0]                                known with the first chunk; a copy, graph buffers are reused
     mean           add   sum h[start:end]                    divided by n at the end
     weighted_mean  add   sum (i+1) h[i], i in [start, end)   divided by n(n+1)/2 at the end
+    all            keep  h[start:end]                        a dense head makes one vector of all n at the end; O(n·d),
+                                                             bounded by the head's max_input_tokens
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from orthrus_serve.engine.settings import PoolingSpec
+from orthrus_serve.engine.pooling_head import DenseHead
+from orthrus_serve.engine.settings import HeadSettings, PoolingSpec
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class _Progress:
     slot: int
     next_position: int = 0
     broken: bool = False
+    states: list[torch.Tensor] = field(default_factory=list)  # pooling `all` only
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class ProgressivePooler:
         self._num_slots = max(1, num_slots)
         self._progress: dict[str, _Progress] = {}
         self._free = list(range(self._num_slots))
+        self._heads: dict[HeadSettings, DenseHead] = {}
         self._sums: torch.Tensor | None = None  # [slots, d] fp32: a running sum, or the one row that is kept
 
     def __contains__(self, request_id: str) -> bool:
@@ -93,6 +98,21 @@ class ProgressivePooler:
         if progress is not None:
             self._free.append(progress.slot)
 
+    def load_head(self, settings: HeadSettings, hidden_size: int, device: torch.device) -> None:
+        """Loads a head before the first request needs it.
+
+        Raises:
+            AdapterError: it does not fit the model.
+        """
+        if settings not in self._heads:
+            self._heads[settings] = DenseHead(settings, hidden_size, device)
+
+    def drop_states(self, request_id: str) -> None:
+        """Frees what a preempted request of pooling `all` has kept: it starts again from its first position."""
+        progress = self._progress.get(request_id)
+        if progress is not None:
+            progress.states.clear()
+
     def step(self, hidden: torch.Tensor, chunks: Sequence[ChunkRows]) -> FinishedVectors | None:
         """Consumes one step's rows.
 
@@ -110,12 +130,14 @@ class ProgressivePooler:
             self._advance(progress, chunk)
         self._keep_single_rows(hidden, advanced)
         self._add_sums(hidden, advanced)
+        self._keep_all_rows(hidden, advanced)
         return self._finish([(p, c.request_id) for p, c in advanced if c.end >= p.num_tokens])
 
     @staticmethod
     def _advance(progress: _Progress, chunk: ChunkRows) -> None:
         if chunk.start == 0:
             progress.broken = False
+            progress.states.clear()
         elif chunk.start != progress.next_position and progress.spec.needs_every_state:
             progress.broken = True  # a gap: the vector would be wrong, so there will be none
         progress.next_position = chunk.end
@@ -152,17 +174,39 @@ class ProgressivePooler:
         sums = torch.segment_reduce(states, "sum", lengths=lengths, axis=0)
         self._sums.index_add_(0, _index([p.slot for p, _ in summed], device), sums)
 
+    @staticmethod
+    def _keep_all_rows(hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
+        for progress, chunk in advanced:
+            if progress.spec.pooling == "all":
+                progress.states.append(hidden[chunk.first_row : chunk.last_row].clone())
+
     def _finish(self, done: Sequence[tuple[_Progress, str]]) -> FinishedVectors | None:
         if not done:
             return None
         assert self._sums is not None
-        device, size = self._sums.device, self._sums.shape[1]
+        device = self._sums.device
         vectors = self._sums.index_select(0, _index([p.slot for p, _ in done], device))
         scale = torch.tensor([1.0 / _total_weight(p.spec, p.num_tokens) for p, _ in done])
         vectors.mul_(scale.to(device, non_blocking=True).unsqueeze(1))
-        dimensions = [0 if p.broken else min(p.spec.dimensions or size, size) for p, _ in done]
+        vectors, sizes = self._with_heads(vectors, [p for p, _ in done])
+        dimensions = [0 if p.broken else min(p.spec.dimensions or n, n) for (p, _), n in zip(done, sizes, strict=True)]
         _normalize_(vectors, dimensions, [p.spec.normalize for p, _ in done])
         return FinishedVectors(tuple(request_id for _, request_id in done), tuple(dimensions), vectors)
+
+    def _with_heads(self, vectors: torch.Tensor, done: Sequence[_Progress]) -> tuple[torch.Tensor, list[int]]:
+        """Puts the vectors of heads into their rows, widened where a head makes longer ones. Returns each row's length too."""
+        sizes = [vectors.shape[1]] * len(done)
+        made: dict[int, torch.Tensor] = {}
+        for row, progress in enumerate(done):
+            if progress.spec.pooling == "all" and not progress.broken:
+                assert progress.spec.head is not None
+                made[row] = self._heads[progress.spec.head](torch.cat(progress.states))
+                sizes[row] = made[row].shape[0]
+        if max(sizes, default=0) > vectors.shape[1]:
+            vectors = torch.nn.functional.pad(vectors, (0, max(sizes) - vectors.shape[1]))
+        for row, vector in made.items():
+            vectors[row, : vector.shape[0]] = vector
+        return vectors, sizes
 
     def _grow(self) -> None:
         old = self._num_slots

@@ -36,6 +36,7 @@ class MixedRunnerMixin:
 
     execute_model_state: Any
     vllm_config: Any
+    device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,6 +57,13 @@ class MixedRunnerMixin:
         added = super().add_lora(lora_request)  # pyright: ignore[reportAttributeAccessIssue]
         require_bound(self, lora_request)
         return added
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        size = self.vllm_config.model_config.get_hidden_size()
+        for spec in self.settings.adapters.values():
+            if spec.head is not None:
+                self.pooler_progress.load_head(spec.head, size, self.device)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         parent = super().execute_model  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,6 +97,8 @@ class MixedRunnerMixin:
         """
         for request_id in scheduler_output.finished_req_ids:
             self.pooler_progress.remove(request_id)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.pooler_progress.drop_states(request_id)
         new_requests = []
         for new in scheduler_output.scheduled_new_reqs:
             if new.pooling_params is not None:

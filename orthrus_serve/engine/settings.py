@@ -10,11 +10,20 @@ from typing import Any, Self, get_args
 
 from orthrus_serve.config.schema import AdapterSpec, AppArgs
 from orthrus_serve.errors import ConfigError
-from orthrus_serve.types import PolicyName, PoolingKind
+from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction
 
 KEY = "orthrus"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """A dense layer over all hidden states (`HeadSpec`), as the workers need it."""
+
+    path: str
+    activation: Activation = "none"
+    reduction: Reduction = "mean"
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class PoolingSpec:
     pooling: PoolingKind = "last"
     normalize: bool = True
     dimensions: int | None = None
+    head: HeadSettings | None = None
 
     @property
     def needs_every_state(self) -> bool:
@@ -126,16 +136,18 @@ class EngineSettings:
         """The pooling of one request: its adapter's, with the request's own `pooling`, `normalize` and `dimensions`."""
         spec = self.adapters.get(adapter or "", PoolingSpec())
         known = {k: v for k, v in (overrides or {}).items() if k in ("pooling", "normalize", "dimensions")}
-        return PoolingSpec(**{**asdict(spec), **known})
+        return replace(spec, **known)
 
 
 def _pooling_of(spec: AdapterSpec) -> PoolingSpec:
-    return PoolingSpec(pooling=spec.pooling, normalize=spec.normalize)
+    head = spec.head and HeadSettings(spec.head.path, spec.head.activation, spec.head.reduction)
+    return PoolingSpec(pooling=spec.pooling, normalize=spec.normalize, head=head)
 
 
 def _parse_pooling(name: str, raw: Mapping[str, Any]) -> PoolingSpec:
     try:
-        spec = PoolingSpec(**raw)
+        head = raw.get("head")
+        spec = PoolingSpec(**{**raw, "head": HeadSettings(**head) if head else None})
     except TypeError as error:
         raise ConfigError(f"additional_config.{KEY}.adapters.{name}: {error}") from error
     if spec.pooling not in POOLING_KINDS:

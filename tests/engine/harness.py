@@ -113,6 +113,7 @@ class Engine:
         min_share: float = 0.125,
         async_scheduling: bool = False,
         live: dict[str, Any] | None = None,
+        adapters: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
         self.tiny = tiny
@@ -124,7 +125,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
         }  # fmt: skip
         if mixed:
-            settings = {"live": {"policy": policy, "min_share": min_share} | (live or {}), "step_log": str(step_log)}
+            settings = {"live": {"policy": policy, "min_share": min_share} | (live or {}), "step_log": str(step_log), "adapters": adapters or {}}
             name = "MixedAsyncScheduler" if async_scheduling else "MixedScheduler"
             options |= {
                 "worker_cls": "orthrus_serve.engine.worker.MixedCPUWorker",
