@@ -128,7 +128,6 @@ class EngineReplica:
         self._num_open = 0
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
-        self._is_gone = False
         self._report: dict[str, Any] = {}
         self._settings: dict[str, Any] = {"applied": {}, "refused": None}
         self._registry = CollectorRegistry()
@@ -184,7 +183,7 @@ class EngineReplica:
             await reply.aclose()
 
     def _core_is_gone(self) -> bool:
-        return self._is_gone or self._running.engine.errored
+        return self._running.engine.errored
 
     def _gone_start(self, status: int) -> Start:
         return status, [*JSON_HEADERS, (GONE_HEADER, self._replica_id.encode())]
@@ -216,17 +215,16 @@ class EngineReplica:
     # --- the core's life --------------------------------------------------------------------------------------------
 
     async def _watch_core(self) -> None:
-        """Keeps the core's last report. Ends the process when the core is gone."""
-        try:
-            while True:
+        """Keeps the core's last report. Ends the process when the core is gone, and only then."""
+        while not self._core_is_gone():
+            try:
                 self._report = await self._running.engine.channel.watch()
-                if not self._report.get("requests"):
-                    await asyncio.sleep(IDLE_WATCH_GAP_S)  # an idle core answers at once
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            log.exception("engine_core_gone", replica=self._replica_id)
-        self._is_gone = True
+            except Exception:
+                log.exception("no_report_from_engine_core", replica=self._replica_id)
+                self._report = {}
+            if not self._report.get("requests"):
+                await asyncio.sleep(IDLE_WATCH_GAP_S)  # an idle core answers at once
+        log.error("engine_core_gone", replica=self._replica_id)
         await self._leave()
 
     async def _leave(self) -> NoReturn:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.serve.conftest import App
-from tests.serve.test_fake_app import until
+from tests.serve.test_fake_app import in_engine, leave_when, until
 
 EMBED, COMPLETE, CHAT = "/v1/embeddings", "/v1/completions", "/v1/chat/completions"
 LONG = " ".join(["w3"] * 600)  # the model's context is 512 tokens
@@ -309,25 +309,10 @@ def test_one_request_id_for_many_requests_mixes_nothing_up(http: httpx.Client) -
         (EMBED, {"input": ["w3 w4 " * 250] * 60}),
     ],
 )
-def test_a_client_that_leaves_empties_the_engine(real: App, http: httpx.Client, path: str, body: Any) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        leaving = pool.submit(_leave_after, http, path, body, 0.4)
-        until(lambda: real.info("Engine")[0]["in_engine"] > 0)
-        leaving.result()
-    assert until(lambda: real.info("Engine")[0]["in_engine"] == 0) < 1.0
+def test_a_client_that_leaves_empties_the_engine(real: App, path: str, body: Any) -> None:
+    leave_when(lambda: in_engine(real) > 0, real.url, path, body)
+    assert until(lambda: in_engine(real) == 0) < 1.0
     until(lambda: real.info("Front")[0]["open"] == 0)
-
-
-def _leave_after(http: httpx.Client, path: str, body: Any, after_s: float) -> None:
-    try:
-        with http.stream("POST", path, json=body, timeout=after_s) as response:
-            began_s = time.monotonic()
-            for _ in response.iter_lines():
-                if time.monotonic() - began_s > after_s:
-                    return
-    except httpx.ReadTimeout:
-        return
-    pytest.fail("the request ended before the client could leave")
 
 
 def test_the_metrics_of_the_engine_are_there(http: httpx.Client) -> None:
