@@ -33,12 +33,13 @@ img { max-width: 100%; margin: 6px 0; } .note { color: #666; font-size: 13px; }
 .alarm ul, .warn ul { margin: 4px 0 0; font-weight: 400; }
 .warn { background: #fff5dc; border-left: 4px solid #e0a800; padding: 8px 14px; margin: 12px 0; }
 .head { background: #eef4f0; border-left: 4px solid #1b8a5a; padding: 10px 16px; margin: 12px 0; font-size: 16px; }
-.head p { margin: 4px 0; } .better { color: #1b8a5a; font-weight: 600; } .worse { color: #c0392b; font-weight: 600; }
+.head p { margin: 4px 0; } .head p:first-child { font-size: 19px; font-weight: 600; }
+.better { color: #1b8a5a; font-weight: 600; } .worse { color: #c0392b; font-weight: 600; }
 .none { color: #888; } pre { background: #f6f6f6; padding: 12px; overflow-x: auto; font-size: 12.5px; }
 """
 CAPTIONS = {
     "verdict": "Factors over all rounds. Green: better; red: worse; grey: the interval holds 1.",
-    "rates": "Whiskers: 95 % interval between rounds.",
+    "rates": "Whiskers: 95 % interval of the sum, between rounds.",
     "latency": "Dotted lines: half and 99 % of the requests.",
     "timeline": "",
     "stages": "",

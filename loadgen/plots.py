@@ -61,21 +61,21 @@ def _png(figure: Figure) -> bytes:
 def _timeline(report: RunReport) -> bytes:
     """Answers per second over the run, the measured windows shaded."""
     figure, [ax] = _figure(10, 3.4)
-    ends_s = [end for series in report.series for end in series.ended_s]
-    span_s = max(ends_s, default=1.0)
+    zero_s = min((stage.started_s for stage in report.stages), default=0.0)
+    span_s = max((end for series in report.series for end in series.ended_s), default=zero_s + 1.0) - zero_s
     width_s = max(span_s / 60, 1e-3)
     bins = np.arange(0.0, span_s + 2 * width_s, width_s)
     for kind, colour in KIND_COLOURS.items():
         counts = np.zeros(len(bins) - 1)
         for series in (one for one in report.series if one.kind == kind):
             summary = next(stage for stage in report.stages if stage.name == series.stage).kind(kind)
-            found, _ = np.histogram(np.array(series.ended_s), bins=bins)
+            found, _ = np.histogram(np.array(series.ended_s) - zero_s, bins=bins)
             # Series are thinned: scale back to all requests of the stage.
             counts += found * _thinning(summary.measured if summary else 0, len(series.ended_s))
         if counts.any():
             ax.step(bins[:-1], counts / width_s, where="post", color=colour, label=kind, linewidth=1.6)
     for stage in report.stages:
-        ax.axvspan(stage.window_begin_s, stage.window_end_s, color="#000000", alpha=0.05, linewidth=0)
+        ax.axvspan(stage.window_begin_s - zero_s, stage.window_end_s - zero_s, color="#000000", alpha=0.05, linewidth=0)
     ax.set_title("Answers per second over the run (measured windows shaded)", loc="left")
     ax.set_xlabel("seconds")
     ax.set_ylim(bottom=0)
@@ -119,7 +119,9 @@ def _latency_of_targets(report: CompareReport) -> bytes:
 
 def _cumulative(ax: Axes, values: Sequence[float], colour: str, label: str, alpha: float = 1.0) -> None:
     ordered = np.sort(np.array(values))
-    ax.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), color=colour, label=label, alpha=alpha)
+    shares = np.arange(1, len(ordered) + 1) / len(ordered)
+    # A staircase from nought: also right where there are only a few answers.
+    ax.step([ordered[0], *ordered], [0.0, *shares], where="post", color=colour, label=label, alpha=alpha)
 
 
 def _finish_cumulative(ax: Axes, title: str, *, empty: bool) -> None:
@@ -170,28 +172,32 @@ def _rates(report: CompareReport) -> bytes:
         left = np.zeros(len(report.targets))
         for kind, colour in KIND_COLOURS.items():
             means = [_mean_rate(report, target, place, kind) for target in report.targets]
-            values = np.array([mean.value for mean in means])
-            errors = np.array([0.0 if mean.high is None else mean.high - mean.value for mean in means])
-            bars = ax.barh(
-                report.targets, values, left=left, color=colour, label=kind, xerr=errors, ecolor="#333333", capsize=3
-            )
+            values = np.array(means)
+            bars = ax.barh(report.targets, values, left=left, color=colour, label=kind)
             labels = [number(value) if value else "" for value in values]
             ax.bar_label(bars, labels=labels, label_type="center", color="white", fontsize=9)
             left += values
+        totals = [_mean_total(report, target, place) for target in report.targets]
+        errors = [0.0 if total.high is None else total.high - total.value for total in totals]
+        ax.errorbar(left, report.targets, xerr=errors, fmt="none", ecolor="#333333", capsize=4)
         ax.invert_yaxis()
         ax.set_title(f"{stage.name}: requests per second, mean of {report.rounds} rounds", loc="left", fontsize=10)
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _png(figure)
 
 
-def _mean_rate(report: CompareReport, target: str, place: int, kind: Kind) -> Estimate:
+def _mean_rate(report: CompareReport, target: str, place: int, kind: Kind) -> float:
     found = [one.stages[place].kind(kind) for one in report.runs_of(target) if place < len(one.stages)]
     rates = [summary.rate.value for summary in found if summary is not None]
-    return mean_of(rates) if rates else Estimate(0.0)
+    return sum(rates) / len(rates) if rates else 0.0
+
+
+def _mean_total(report: CompareReport, target: str, place: int) -> Estimate:
+    return mean_of([one.stages[place].rate.value for one in report.runs_of(target) if place < len(one.stages)])
 
 
 def _forest(report: CompareReport) -> bytes:
-    """Every measure as a factor, turned so that right is better; the load-balance bound as a diamond."""
+    """Every measure as a factor, turned so that right is better; the load-balance bound as a dashed mark."""
     rows = [ratio for ratio in report.ratios if ratio.measure in FOREST]
     figure, [ax] = _figure(10, 1.4 + 0.34 * len(rows))
     labels: list[str] = []
@@ -207,8 +213,8 @@ def _forest(report: CompareReport) -> bytes:
         labels.append(_row_label(report, ratio))
         bound = next((one.bound for one in report.bounds if one.stage == ratio.stage), None)
         if bound is not None and ratio.measure == "requests/s, both kinds":
-            ax.plot([bound], [place], marker="D", color="#000000", markersize=7, linestyle="", fillstyle="none")
-            ax.annotate("bound", (bound, place), xytext=(0, -12), textcoords="offset points", ha="center", fontsize=7)
+            ax.plot([bound, bound], [place - 0.32, place + 0.32], color="#000000", linewidth=1.5, linestyle="--")
+            ax.annotate("bound", (bound, place + 0.3), xytext=(3, -3), textcoords="offset points", fontsize=7)
     ax.axvline(1.0, color="#000000", linewidth=1)
     ax.set_yticks(range(len(rows)), labels, fontsize=8)
     ax.set_ylim(len(rows) - 0.4, -0.8)

@@ -87,8 +87,11 @@ def compare_headlines(report: CompareReport) -> list[str]:
 
 
 def verdict(ratio: Ratio, baseline: str) -> str:
-    """`b has 1.42 (1.38–1.46) times the requests/s of a: better` — or says that the data cannot tell."""
-    return f"{ratio.target} has {estimate(ratio.ratio)} times the {ratio.measure} of {baseline}: {judgement(ratio)}"
+    """`requests/s: b 12.1, a 8.5, ratio 1.42 (1.38–1.46): better` — or says that the data cannot tell."""
+    return (
+        f"{ratio.measure}: {ratio.target} {measured(ratio, ratio.value)}, {baseline} {measured(ratio, ratio.baseline)}, "
+        f"ratio {estimate(ratio.ratio)}: {judgement(ratio)}"
+    )
 
 
 def measured(ratio: Ratio, value: float) -> str:
