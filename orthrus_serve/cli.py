@@ -43,7 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("file", help="Serve file, such as configs/orthrus.yaml")
     plan.set_defaults(run=_plan, takes_rest=False)
 
-    vllm_args = verbs.add_parser("vllm-args", help="print the `vllm serve` command line that serves one engine without Ray")
+    vllm_args = verbs.add_parser(
+        "vllm-args", help="print the `vllm serve` command line that serves one engine without Ray"
+    )
     vllm_args.add_argument("file", help="Serve file, such as configs/cpu.yaml")
     vllm_args.set_defaults(run=_vllm_args, takes_rest=False)
 

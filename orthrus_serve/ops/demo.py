@@ -246,8 +246,8 @@ def curl_lines(base_url: str, names: Names) -> list[str]:
     post = "-H 'Content-Type: application/json' -d"
     chat = {
         "model": names.generator,
-        "messages": [{"role": "user", "content": "Name three rivers in Europe."}],
-        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "What is the capital of Peru?"}],
+        "temperature": 0,
         "stream": True,
     }
     embed = {"model": names.embedder, "input": ["query: capital of Peru", "passage: Lima is the capital of Peru."]}
