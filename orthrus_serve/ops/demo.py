@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from openai import APIError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from orthrus_serve.errors import ModelError, OrthrusError
 from orthrus_serve.ops.iter_retgen import (
@@ -81,15 +81,23 @@ class Client:
         self.names = self._find_names()
 
     def _find_names(self) -> Names:
-        # An adapter names the model that it belongs to as its parent.
+        # An adapter names the model that it belongs to as its parent; one that generates refuses to embed.
         models = self._openai.models.list().data
         generators = [model.id for model in models if getattr(model, "parent", None) is None]
-        embedders = [model.id for model in models if getattr(model, "parent", None) is not None]
+        adapters = [model.id for model in models if getattr(model, "parent", None) is not None]
+        embedders = [name for name in adapters if self._embeds(name)]
         if not generators or not embedders:
             raise DemoError(
-                f"{self.base_url} serves {[model.id for model in models]}: a generator and an adapter are needed"
+                f"{self.base_url} serves {[model.id for model in models]}: a generator and an adapter that embeds are needed"
             )
         return Names(generators[0], embedders[0])
+
+    def _embeds(self, name: str) -> bool:
+        try:
+            self._openai.embeddings.create(model=name, input="query: ?")
+        except BadRequestError:
+            return False
+        return True
 
     def embed(self, texts: Sequence[str]) -> tuple[Vectors, int]:
         """Vectors [texts, dimensions] and the number of tokens read."""

@@ -54,8 +54,9 @@ class ScriptedServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/embeddings":
             assert body["model"] == "orthrus-embed"
-            assert all(text.startswith(("query: ", "passage: ")) for text in body["input"])
-            rows = [{"object": "embedding", "index": i, "embedding": vector_of(t)} for i, t in enumerate(body["input"])]
+            texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
+            assert all(text.startswith(("query: ", "passage: ")) for text in texts)
+            rows = [{"object": "embedding", "index": i, "embedding": vector_of(text)} for i, text in enumerate(texts)]
             self._send_json(
                 {"object": "list", "data": rows, "model": "", "usage": {"prompt_tokens": 7, "total_tokens": 7}}
             )

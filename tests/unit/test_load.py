@@ -130,7 +130,7 @@ def test_all_mistakes_in_args_are_told_at_once():
         ((*ARG, "model"), "/m", "args.model: must be a mapping, got the text '/m'"),
         ((*ARG, "model", "path"), "", "args.model.path: must not be empty"),
         ((*ARG, "model", "name"), False, "quote them"),
-        ((*ARG, "model", "name"), "e", "args.adapters: 'e' is also the generator's name"),
+        ((*ARG, "model", "name"), "e", "args.adapters: 'e' names two things"),
         ((*ARG, "adapters"), {}, "args.adapters: name at least one embedding adapter"),
         ((*ARG, "adapters", "e", "dimensions"), [64, 0], "adapters.e.dimensions: every entry must be at least 1"),
         ((*ARG, "adapters", "e", "dimensions"), 64, "adapters.e.dimensions: must be a list, got the number 64"),
