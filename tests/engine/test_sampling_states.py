@@ -5,6 +5,7 @@ same prompts into chunks, beside a flood of embeddings of all poolings.
 """
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,3 +138,61 @@ def test_a_generation_beside_embeddings_equals_stock(
         same_answer(mixed.results[f"{state}-{i}"], stock[f"{state}-{i}"])
     assert min(mixed.cosine(f"e{i}", tokens, POOLINGS[i % 4]) for i, tokens in enumerate(inputs)) > 0.99999
     assert not any(mixed.leaks().values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_grammar_that_still_compiles_holds_nobody_up(
+    mixed: Engine, stock: dict[str, Any], prompts: list[list[int]], rng: random.Random, policy: str
+) -> None:
+    mixed.scheduler.answer("set", {"policy": policy})
+    compilers = mixed.scheduler.structured_output_manager.executor
+    release = threading.Event()
+    for _ in range(compilers._max_workers):
+        compilers.submit(release.wait)
+    mixed.generate("json_schema-1", prompts[1], **sampling("json_schema"))
+    inputs = [token_ids(rng, rng.randrange(2, 200)) for _ in range(12)]
+    for i, tokens in enumerate(inputs):
+        mixed.embed(f"e{i}", tokens, POOLINGS[i % 4])
+    mixed.generate("greedy-2", prompts[2])
+    for name in ("json_schema-1", "greedy-2"):
+        mixed.results.pop(name, None)
+    others = {"greedy-2", *(f"e{i}" for i in range(12))}
+    for _ in range(300):
+        mixed.step()
+        if others <= mixed.results.keys():
+            break
+    assert "json_schema-1" not in mixed.results
+    same_answer(mixed.results["greedy-2"], stock["greedy-2"])
+    release.set()
+    mixed.run()
+    same_answer(mixed.results["json_schema-1"], stock["json_schema-1"])
+    assert min(mixed.cosine(f"e{i}", tokens, POOLINGS[i % 4]) for i, tokens in enumerate(inputs)) > 0.99999
+    assert not any(mixed.leaks().values())
+
+
+@pytest.fixture(scope="module")
+def overlapping(
+    tiny: TinyModel, tokenizer: dict[str, Any], stock: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("overlapping")
+    engine = Engine(tiny, folder / "steps.jsonl", budget=64, async_scheduling=True, **tokenizer)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_generation_beside_embeddings_equals_stock_while_steps_overlap(
+    overlapping: Engine, stock: dict[str, Any], prompts: list[list[int]], rng: random.Random, state: str
+) -> None:
+    """As above with async scheduling, which CUDA uses."""
+    assert overlapping.llm.vllm_config.scheduler_config.async_scheduling
+    inputs = [token_ids(rng, rng.randrange(2, 200)) for _ in range(8)]
+    for i, tokens in enumerate(inputs):
+        overlapping.embed(f"e{i}", tokens, POOLINGS[i % 4])
+    for i, prompt in enumerate(prompts):
+        overlapping.generate(f"{state}-{i}", prompt, **sampling(state))
+    overlapping.run()
+    for i in range(len(prompts)):
+        same_answer(overlapping.results[f"{state}-{i}"], stock[f"{state}-{i}"])
+    assert min(overlapping.cosine(f"e{i}", tokens, POOLINGS[i % 4]) for i, tokens in enumerate(inputs)) > 0.99999
+    assert not any(overlapping.leaks().values())
