@@ -117,7 +117,13 @@ def mistral(folder: Path, options: argparse.Namespace) -> Result:
     else:
         model, vocabulary, lengths = random_model(folder, "mistral-7b-v0.1"), 32000, (900, 1500, 2047, 3000)
         chunks = (64, 256, 512, 1024)
-        extra = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_lora_rank": 16}
+        extra = {
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_model_len": 4096,
+            "max_lora_rank": 16,
+            "kv_cache_memory_bytes": 60 * 2**30,
+        }
     budget = 1024 if options.on_cpu else 4096
     engine = engine_on_device(
         model,

@@ -24,7 +24,8 @@ def engine_on_device(model: TinyModel, step_log: Path, *, on_cpu: bool, **overri
         return Engine(model, step_log, **overrides)
     options: dict[str, Any] = {
         "enforce_eager": False,
-        "kv_cache_memory_bytes": None,
+        # A stated size: memory profiling fails when another process on the card frees memory meanwhile.
+        "kv_cache_memory_bytes": overrides.pop("kv_cache_memory_bytes", None) or 2 * 2**30,
         "block_size": None,
         "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
     }
