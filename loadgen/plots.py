@@ -79,7 +79,8 @@ def _timeline(report: RunReport) -> bytes:
     ax.set_title("Answers per second over the run (measured windows shaded)", loc="left")
     ax.set_xlabel("seconds")
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, loc="upper right")
+    if report.series:
+        ax.legend(frameon=False, loc="upper right")
     return _png(figure)
 
 
