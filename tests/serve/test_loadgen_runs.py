@@ -5,6 +5,7 @@ Bounds are wide: others may use the machine.
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,21 +72,8 @@ def report_in(folder: Path) -> RunReport:
 def test_two_processes_send_exactly_what_was_asked_and_the_numbers_match_the_script(
     quick: Running, tmp_path: Path
 ) -> None:
-    code = main(
-        [
-            "run",
-            "ratio",
-            "--base-url",
-            quick.url,
-            "--clients",
-            "4",
-            "--requests",
-            "60",
-            "--processes",
-            "2",
-            *whole_run(tmp_path),
-        ]
-    )
+    arguments = ["run", "ratio", "--base-url", quick.url, "--clients", "4", "--requests", "60", "--processes", "2"]
+    code = main([*arguments, *whole_run(tmp_path)])
     assert code == OK
     report = report_in(tmp_path)
     [stage] = report.stages
@@ -115,9 +103,7 @@ def test_reports_need_nothing_beside_themselves_and_can_be_made_again(quick: Run
     page = (tmp_path / "a" / "report.html").read_text()
     assert "phase 3: 90% embed" in page
     assert 'src="data:image/png' in page
-    assert "http" not in page.replace(quick.url, "").replace("https://", "http://").split("<h2>Where this")[0].replace(
-        "data:image", ""
-    )
+    assert not re.search(r'(src|href)="(?!data:)', page)
     assert main(["report", str(tmp_path / "a" / "report.json"), "--out", str(tmp_path / "b")]) == OK
     names = sorted(file.name for file in (tmp_path / "b").iterdir())
     assert names == ["latency.png", "report.html", "report.json", "stages.png", "timeline.png"]
@@ -127,19 +113,8 @@ def test_reports_need_nothing_beside_themselves_and_can_be_made_again(quick: Run
 def test_a_run_whose_client_was_the_bottleneck_fails_with_3_and_says_so_everywhere(
     quick: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(
-        [
-            "run",
-            "embed",
-            "--base-url",
-            quick.url,
-            "--clients",
-            "2",
-            "--requests",
-            "10",
-            *whole_run(tmp_path, "--set", "client_limits.loop_lag_p99_s=0.0000001"),
-        ]
-    )
+    arguments = ["run", "embed", "--base-url", quick.url, "--clients", "2", "--requests", "10"]
+    code = main([*arguments, *whole_run(tmp_path, "--set", "client_limits.loop_lag_p99_s=0.0000001")])
     assert code == CLIENT_BOTTLENECK
     assert "THE CLIENT WAS THE BOTTLENECK" in capsys.readouterr().out
     assert "THE CLIENT WAS THE BOTTLENECK" in (tmp_path / "report.html").read_text()
@@ -149,21 +124,9 @@ def test_a_run_whose_client_was_the_bottleneck_fails_with_3_and_says_so_everywhe
 def test_a_comparison_takes_turns_and_reports_ratios_and_the_bound(quick: Running, tmp_path: Path) -> None:
     slow = Running(Script(ttft_s=0.1, itl_s=0.05, embed_s=0.15))
     try:
-        code = main(
-            [
-                "compare",
-                "ratio",
-                "--target",
-                f"slow={slow.url}",
-                "--target",
-                f"quick={quick.url}",
-                "--rounds",
-                "2",
-                *whole_run(tmp_path, "--clients", "4", "--requests", "40"),
-                "--set",
-                "compare.bound={split: [1, 1], rates_from: quick}",
-            ]
-        )
+        targets = ["--target", f"slow={slow.url}", "--target", f"quick={quick.url}", "--rounds", "2"]
+        load = whole_run(tmp_path, "--clients", "4", "--requests", "40")
+        code = main(["compare", "ratio", *targets, *load, "--set", "compare.bound={split: [1, 1], rates_from: quick}"])
     finally:
         slow.stop()
     assert code == OK
