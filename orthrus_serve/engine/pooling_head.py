@@ -10,6 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from orthrus_serve.config.schema import AdapterSpec
 from orthrus_serve.engine.settings import HeadSettings
 from orthrus_serve.errors import AdapterError
 from orthrus_serve.types import Activation, Reduction
@@ -66,6 +67,15 @@ def head_size(path: str) -> int:
             return int(opened.get_slice("weight").get_shape()[0])
     except (OSError, safetensors.SafetensorError) as error:
         raise AdapterError(f"head {path}: {error}") from error
+
+
+def vector_sizes(adapters: Mapping[str, AdapterSpec], hidden_size: int) -> dict[str, int]:
+    """Full length of each adapter's vectors: its head's, or the model's hidden size.
+
+    Raises:
+        AdapterError: a head that cannot be read.
+    """
+    return {name: head_size(spec.head.path) if spec.head else hidden_size for name, spec in adapters.items()}
 
 
 def _read(path: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -21,7 +21,7 @@ from orthrus_serve.errors import OrthrusError, RequestError
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector
 from orthrus_serve.serving.request_check import check_request
-from orthrus_serve.serving.served import Served, ServedAdapter
+from orthrus_serve.serving.served import served_by
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     LOST_STATUS,
@@ -75,11 +75,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """An engine that is up, its OpenAI app, the length of its vectors, and where to put the `dimensions` of a request."""
+    """An engine that is up, its OpenAI app, the length of each adapter's vectors, and where a request's `dimensions` go."""
 
     engine: Engine
     app: ASGIApp
-    embedding_size: int
+    vector_sizes: Mapping[str, int]
     dimensions: contextvars.ContextVar[int | None]
 
 
@@ -96,25 +96,12 @@ async def start_engine(args: AppArgs) -> RunningEngine:
     from orthrus_serve.engine.args import make_engine  # noqa: PLC0415
     from orthrus_serve.engine.llm import embed_dimensions  # noqa: PLC0415
     from orthrus_serve.engine.openai_app import make_openai_app  # noqa: PLC0415
+    from orthrus_serve.engine.pooling_head import vector_sizes  # noqa: PLC0415
 
     engine = make_engine(args)
     app = await make_openai_app(engine, args)
-    return RunningEngine(engine, app, engine.model_config.get_hidden_size(), embed_dimensions)
-
-
-def served_by(args: AppArgs, running: RunningEngine) -> Served:
-    """The facts that requests are checked against."""
-    return Served(
-        base_name=args.model.name,
-        adapters={name: ServedAdapter(spec.dimensions, spec.append_eos) for name, spec in args.adapters.items()},
-        base_name_adapter=args.base_name_adapter,
-        vocab_size=running.engine.vocab_size,
-        max_model_len=running.engine.max_model_len,
-        embedding_size=running.embedding_size,
-        max_inputs=args.limits.max_inputs,
-        max_n=args.limits.max_n,
-        max_logprobs=args.limits.max_logprobs,
-    )
+    sizes = vector_sizes(args.adapters, engine.model_config.get_hidden_size())
+    return RunningEngine(engine, app, sizes, embed_dimensions)
 
 
 class EngineReplica:
@@ -124,7 +111,13 @@ class EngineReplica:
         """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again."""
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._running = await start(args)
-        self._served = served_by(args, self._running)
+        self._served = served_by(
+            args,
+            base_name=args.model.name,
+            vocab_size=self._running.engine.vocab_size,
+            max_model_len=self._running.engine.max_model_len,
+            vector_sizes=self._running.vector_sizes,
+        )
         self._num_open = 0
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()

@@ -84,8 +84,8 @@ def _model_name(fields: Mapping[str, Any], served: Served) -> str:
         return served.base_name
     if not isinstance(name, str):
         raise refuse("model", f"model must be a string, got {brief(name)}.")
-    if name != served.base_name and name not in served.adapters:
-        known = ", ".join([served.base_name, *sorted(served.adapters)])
+    if name != served.base_name and name not in served.generators and name not in served.adapters:
+        known = ", ".join([served.base_name, *sorted([*served.generators, *served.adapters])])
         message = f"The model {brief(name)} does not exist; this server has {known}."
         raise RequestError(404, message, param="model", code="model_not_found")
     return name
@@ -96,44 +96,45 @@ def _model_name(fields: Mapping[str, Any], served: Served) -> str:
 
 def _check_embedding(fields: dict[str, Any], name: str, served: Served) -> int | None:
     """Checks and completes the fields of an embedding request; returns the length to cut to."""
-    if name == served.base_name:
-        if served.base_name_adapter is None:
-            choice = ", ".join(sorted(served.adapters))
-            raise refuse("model", f"{name!r} generates; for embeddings put one of these into model: {choice}.")
+    if name == served.base_name and served.base_name_adapter is not None:
         name = fields["model"] = served.base_name_adapter
+    if name not in served.adapters:
+        choice = ", ".join(sorted(served.adapters))
+        raise refuse("model", f"The model {name!r} generates; for embeddings put one of these into model: {choice}.")
+    adapter = served.adapters[name]
     if "messages" in fields:
         raise refuse("messages", "messages is not offered for embeddings: put text or token ids into input.")
-    _check_inputs("input", fields.get("input"), served)
+    _check_inputs("input", fields.get("input"), served, served.longest_input(adapter))
     encoding = fields.get("encoding_format")
     if encoding is not None and encoding not in ENCODING_FORMATS:
         raise refuse("encoding_format", f'encoding_format must be "float" or "base64", got {brief(encoding)}.')
     if fields.get("padding") not in (None, "do_not_pad"):
         raise refuse("padding", "padding is not offered by this server: vectors must not depend on it.")
-    _complete_truncation(fields, served.adapters[name], served)
-    return _take_dimensions(fields, name, served)
+    _complete_truncation(fields, adapter, served.longest_input(adapter))
+    return _take_dimensions(fields, name, adapter)
 
 
-def _complete_truncation(fields: dict[str, Any], adapter: ServedAdapter, served: Served) -> None:
+def _complete_truncation(fields: dict[str, Any], adapter: ServedAdapter, longest: int) -> None:
     """Makes room for the end-of-sequence token that the engine appends: `n` tokens are `n` tokens with it."""
     value = fields.get("truncate_prompt_tokens")
     if value is None:
         return
     room = int(adapter.appends_eos)
-    field_rules.check_truncation(value, 1 + room, served.longest_prompt)
-    fields["truncate_prompt_tokens"] = (served.longest_prompt if value == -1 else value) - room
+    field_rules.check_truncation(value, 1 + room, longest)
+    fields["truncate_prompt_tokens"] = (longest if value == -1 else value) - room
 
 
-def _take_dimensions(fields: dict[str, Any], name: str, served: Served) -> int | None:
+def _take_dimensions(fields: dict[str, Any], name: str, adapter: ServedAdapter) -> int | None:
     dimensions = fields.pop("dimensions", None)
-    if dimensions is None or (is_int(dimensions) and dimensions == served.embedding_size):
+    if dimensions is None or (is_int(dimensions) and dimensions == adapter.size):
         return None
-    if is_int(dimensions) and dimensions in served.adapters[name].dimensions:
+    if is_int(dimensions) and dimensions in adapter.dimensions:
         return dimensions
-    allowed = ", ".join(str(n) for n in sorted({*served.adapters[name].dimensions, served.embedding_size}))
+    allowed = ", ".join(str(n) for n in sorted({*adapter.dimensions, adapter.size}))
     raise refuse("dimensions", f"dimensions for {name!r} must be one of {allowed}, got {brief(dimensions)}.")
 
 
-def _check_inputs(field: str, value: object, served: Served) -> int:
+def _check_inputs(field: str, value: object, served: Served, longest: int) -> int:
     """A text, a list of texts, a list of token ids, or a list of such lists; none of them empty. Returns how many inputs."""
     if value is None:
         raise refuse(field, f"{field} is required: a text, a list of texts, or token ids.")
@@ -145,7 +146,7 @@ def _check_inputs(field: str, value: object, served: Served) -> int:
     if not value:
         raise refuse(field, f"{field} must not be an empty list.")
     if is_int(value[0]):
-        _check_input_ids(field, value, served)
+        _check_input_ids(field, value, served.vocab_size, longest)
         return 1
     field_rules.check_max_items(field, value, served.max_inputs, "inputs")
     is_text = isinstance(value[0], str)
@@ -154,7 +155,7 @@ def _check_inputs(field: str, value: object, served: Served) -> int:
         if is_text and isinstance(entry, str):
             _check_input_text(where, entry)
         elif not is_text and isinstance(entry, list):
-            _check_input_ids(where, entry, served)
+            _check_input_ids(where, entry, served.vocab_size, longest)
         else:
             wanted = "a text" if is_text else "a text or a list of token ids"
             raise refuse(where, f"{where} must be {wanted}, got {brief(entry)}.")
@@ -167,23 +168,23 @@ def _check_input_text(field: str, text: str) -> None:
     field_rules.check_text(field, text)
 
 
-def _check_input_ids(field: str, ids: Sequence[object], served: Served) -> None:
+def _check_input_ids(field: str, ids: Sequence[object], vocab_size: int, longest: int) -> None:
     if not ids:
         raise refuse(field, f"{field} must not be an empty list of token ids.")
-    if len(ids) > served.longest_prompt:
+    if len(ids) > longest:
         raise refuse(
             field,
-            f"{field} holds {len(ids)} token ids; the longest input is {served.longest_prompt} tokens.",
+            f"{field} holds {len(ids)} token ids; the longest input is {longest} tokens.",
             code="context_length_exceeded",
         )
-    field_rules.check_token_ids(field, ids, served.vocab_size)
+    field_rules.check_token_ids(field, ids, vocab_size)
 
 
 # --- generation and tokens ------------------------------------------------------------------------------------------
 
 
 def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, is_chat: bool) -> None:
-    if name != served.base_name:
+    if name in served.adapters:
         raise refuse(
             "model", f"The model {name!r} embeds and does not generate: use {served.base_name!r}, or /v1/embeddings."
         )
@@ -193,7 +194,7 @@ def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, i
     if is_chat:
         _check_messages(fields.get("messages"), served.max_inputs)
     else:
-        num_prompts = _check_inputs("prompt", fields.get("prompt"), served)
+        num_prompts = _check_inputs("prompt", fields.get("prompt"), served, served.longest_prompt)
     field_rules.check_sampling(fields, served, is_chat=is_chat)
     num_outputs = num_prompts * (fields.get("n") or 1)
     if num_outputs > served.max_inputs:

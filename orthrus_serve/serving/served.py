@@ -3,16 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orthrus_serve.errors import RequestError
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """An embedding adapter: the `dimensions` that clients may ask for besides the full length, and whether the engine appends
-    the end-of-sequence token, which counts as one of an input's tokens."""
+    """An embedding adapter.
 
+    Attributes:
+        size: full length of its vectors.
+        dimensions: lengths that clients may ask for besides.
+        appends_eos: whether the engine appends the end-of-sequence token, which counts as one of an input's tokens.
+        max_input_tokens: most tokens of an input where that is less than the model's, else None.
+    """
+
+    size: int
     dimensions: tuple[int, ...] = ()
     appends_eos: bool = True
+    max_input_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -20,23 +29,23 @@ class Served:
     """Facts that a request is checked against.
 
     Attributes:
-        base_name: the name that generates.
-        adapters: embedding adapter → what its requests may ask for.
+        base_name: the name of the model itself, which generates.
+        generators: adapters that generate, under names of their own.
+        adapters: adapters that embed, and what their requests may ask for.
         base_name_adapter: the adapter that answers `/v1/embeddings` under `base_name`, or None.
         vocab_size: token ids are 0 up to this, exclusive.
         max_model_len: most tokens of a prompt and its output together.
-        embedding_size: full length of a vector.
         max_inputs: most inputs, prompts, messages or output sequences of one request.
         max_n: most answers to one prompt.
         max_logprobs: most alternatives reported for each token.
     """
 
     base_name: str
+    generators: frozenset[str]
     adapters: Mapping[str, ServedAdapter]
     base_name_adapter: str | None
     vocab_size: int
     max_model_len: int
-    embedding_size: int
     max_inputs: int
     max_n: int
     max_logprobs: int
@@ -45,6 +54,45 @@ class Served:
     def longest_prompt(self) -> int:
         """Most tokens of one input: an answer needs room for one token, and the core refuses a full context for vectors too."""
         return self.max_model_len - 1
+
+    def longest_input(self, adapter: ServedAdapter) -> int:
+        """Most tokens of one input of that adapter, the end-of-sequence token included."""
+        return min(self.longest_prompt, adapter.max_input_tokens or self.longest_prompt)
+
+
+def served_by(
+    args: AppArgs, *, base_name: str, vocab_size: int, max_model_len: int, vector_sizes: Mapping[str, int]
+) -> Served:
+    """What an engine with this configuration serves; `vector_sizes` has the full length of each embedding adapter's vectors.
+
+    Raises:
+        ConfigError: an adapter lists `dimensions` longer than its vectors.
+    """
+    for name, spec in args.adapters.items():
+        too_long = [length for length in spec.dimensions if length > vector_sizes[name]]
+        if too_long:
+            raise ConfigError(
+                f"adapters.{name}.dimensions: {too_long[0]} is more than its {vector_sizes[name]} numbers"
+            )
+    return Served(
+        base_name=base_name,
+        generators=frozenset(args.generate_adapters),
+        adapters={
+            name: ServedAdapter(
+                size=vector_sizes[name],
+                dimensions=spec.dimensions,
+                appends_eos=spec.append_eos,
+                max_input_tokens=spec.head.max_input_tokens if spec.head is not None else None,
+            )
+            for name, spec in args.adapters.items()
+        },
+        base_name_adapter=args.base_name_adapter,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        max_inputs=args.limits.max_inputs,
+        max_n=args.limits.max_n,
+        max_logprobs=args.limits.max_logprobs,
+    )
 
 
 def refuse(field: str | None, message: str, *, code: str | None = None) -> RequestError:

@@ -17,9 +17,10 @@ from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.engine.args import refuse_untested
 from orthrus_serve.engine.engine_kwargs import FRONT_KEY, scheduler_class
 from orthrus_serve.engine.llm import MixedLLM, embed_dimensions
+from orthrus_serve.engine.pooling_head import vector_sizes
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
 from orthrus_serve.serving.request_check import check_request
-from orthrus_serve.serving.served import Served, ServedAdapter
+from orthrus_serve.serving.served import Served, served_by
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -98,16 +99,12 @@ def upgrade(engine: Any) -> _Front:
     refuse_untested(config)
     engine.__class__ = MixedLLM
     engine.configure(args.adapters)
-    served = Served(
+    served = served_by(
+        args,
         base_name=_base_name(config.model_config),
-        adapters={name: ServedAdapter(spec.dimensions, spec.append_eos) for name, spec in args.adapters.items()},
-        base_name_adapter=args.base_name_adapter,
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
-        embedding_size=engine.model_config.get_hidden_size(),
-        max_inputs=args.limits.max_inputs,
-        max_n=args.limits.max_n,
-        max_logprobs=args.limits.max_logprobs,
+        vector_sizes=vector_sizes(args.adapters, engine.model_config.get_hidden_size()),
     )
     return _Front(served, args.limits.max_body_bytes)
 

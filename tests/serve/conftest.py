@@ -107,11 +107,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def real(serve_url: str, tiny: Any) -> App:
-    """One replica with the real engine over the tiny model."""
+    """One replica with the real engine over the tiny model; two adapters embed (one by a head), one generates."""
+    import safetensors.torch
+    import torch
+
+    head = tiny.model.parent / "head.safetensors"
+    safetensors.torch.save_file({"weight": torch.randn(40, 128, generator=torch.Generator().manual_seed(3))}, head)
     args = {
         "topology": "orthrus",
         "model": {"path": str(tiny.model)},
-        "adapters": {"orthrus-embed": {"path": str(tiny.adapter), "dimensions": [32, 64]}},
+        "adapters": {
+            "orthrus-embed": {"path": str(tiny.adapter), "dimensions": [32, 64]},
+            "headed": {
+                "path": str(tiny.adapter),
+                "pooling": "all",
+                "head": {"path": str(head), "max_input_tokens": 50},
+                "dimensions": [20],
+            },
+        },
+        "embed_adapter": "orthrus-embed",
+        "generate_adapters": {"tuned": {"path": str(tiny.adapter)}},
         "num_replicas": 1,
         "num_gpus_per_replica": 0,
         "num_cpus_per_replica": 1,

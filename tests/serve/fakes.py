@@ -170,7 +170,7 @@ def _usage(texts: list[str]) -> dict[str, int]:
 async def start_fake(args: AppArgs) -> RunningEngine:
     """What `EngineReplica` gets in place of a real engine."""
     engine = FakeEngine()
-    return RunningEngine(engine, fake_app(engine), EMBEDDING_SIZE, dimensions_asked)
+    return RunningEngine(engine, fake_app(engine), dict.fromkeys(args.adapters, EMBEDDING_SIZE), dimensions_asked)
 
 
 async def never_start(args: AppArgs) -> RunningEngine:

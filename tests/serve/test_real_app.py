@@ -134,8 +134,25 @@ def test_a_streamed_chat_equals_the_whole_one_and_ends_with_usage(client: openai
     assert whole.usage.completion_tokens == 20
 
 
+def test_an_adapter_that_generates_answers_under_its_own_name_and_differently(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}
+    tuned, base = (client.completions.create(model=name, **asked) for name in ("tuned", "orthrus"))
+    assert (tuned.model, base.model) == ("tuned", "orthrus")
+    assert tuned.choices[0].text != base.choices[0].text
+
+
+def test_an_adapter_with_a_head_has_vectors_and_a_longest_input_of_its_own(client: openai.OpenAI) -> None:
+    lengths = {
+        asked: len(client.embeddings.create(model="headed", input="w3 w4", **asked_for).data[0].embedding)
+        for asked, asked_for in ((0, {}), (20, {"dimensions": 20}), (40, {"dimensions": 40}))
+    }
+    assert lengths == {0: 40, 20: 20, 40: 40}
+    kept = client.embeddings.create(model="headed", input=LONG, extra_body={"truncate_prompt_tokens": -1})
+    assert kept.usage.prompt_tokens == 50
+
+
 def test_models_tokenize_and_detokenize(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert {model.id for model in client.models.list()} == {"orthrus", "orthrus-embed"}
+    assert {model.id for model in client.models.list()} == {"orthrus", "orthrus-embed", "headed", "tuned"}
     assert http.post("/tokenize", json={"prompt": "w3 w4"}).json()["tokens"] == [3, 4]
     assert http.post("/detokenize", json={"tokens": [3, 4]}).json()["prompt"] == "w3 w4"
 
@@ -189,6 +206,10 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": SAY, "model": "nope"}, 404, "model", "orthrus"),
     (CHAT, {"messages": SAY, "model": "orthrus-embed"}, 400, "model", "embeds"),
     (COMPLETE, {"prompt": "w3", "model": "orthrus-embed"}, 400, "model", "embeds"),
+    (EMBED, {"input": "w3", "model": "tuned"}, 400, "model", "orthrus-embed"),
+    (EMBED, {"input": [3] * 51, "model": "headed"}, 400, "input", "50"),
+    (EMBED, {"input": " ".join(["w3"] * 50), "model": "headed"}, 400, "input", "50"),
+    (EMBED, {"input": "w3", "model": "headed", "dimensions": 128}, 400, "dimensions", "20, 40"),
     (EMBED, {}, 400, "input", "required"),
     (EMBED, {"input": ""}, 400, "input", "empty"),
     (EMBED, {"input": "   "}, 400, "input", "at least one token"),

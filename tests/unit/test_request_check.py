@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orthrus_serve.errors import RequestError
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.errors import ConfigError, RequestError
 from orthrus_serve.serving.request_check import CHECKED_PATHS, check_request
-from orthrus_serve.serving.served import Served, ServedAdapter
+from orthrus_serve.serving.served import Served, ServedAdapter, served_by
 
 SERVED = Served(
     base_name="orthrus",
-    adapters={"orthrus-embed": ServedAdapter((64, 128))},
+    generators=frozenset({"storyteller"}),
+    adapters={"orthrus-embed": ServedAdapter(576, (64, 128)), "short": ServedAdapter(32, max_input_tokens=10)},
     base_name_adapter="orthrus-embed",
     vocab_size=1000,
     max_model_len=256,
-    embedding_size=576,
     max_inputs=32,
     max_n=8,
     max_logprobs=20,
@@ -105,6 +106,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (EMBED, {"truncate_prompt_tokens": 256}, "truncate_prompt_tokens", "255"),
     (EMBED, {"truncate_prompt_tokens": "9"}, "truncate_prompt_tokens", "255"),
     (EMBED, {"model": 7}, "model", "string"),
+    (EMBED, {"model": "storyteller"}, "model", "orthrus-embed"),
+    (EMBED, {"model": "short", "input": [1] * 11}, "input", "10"),
+    (EMBED, {"model": "short", "truncate_prompt_tokens": 11}, "truncate_prompt_tokens", "2 to 10"),
+    (EMBED, {"model": "short", "dimensions": 64}, "dimensions", "32"),
     (EMBED, {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "not offered"),
     (COMPLETE, {"prompt": None}, "prompt", "required"),
     (COMPLETE, {"prompt": ""}, "prompt", "empty"),
@@ -203,13 +208,29 @@ def test_the_limits_themselves_are_allowed() -> None:
     checked(CHAT, n=None, max_tokens=None, temperature=None, stop=None, logit_bias=None)
 
 
+def test_adapters_that_generate_are_served_under_their_own_names() -> None:
+    assert checked(CHAT, model="storyteller")["model"] == "storyteller"
+    assert checked(COMPLETE, model="storyteller")["model"] == "storyteller"
+    assert checked("/tokenize", model="storyteller")["model"] == "storyteller"
+
+
+def test_dimensions_longer_than_the_vectors_stop_the_start() -> None:
+    args = AppArgs.model_validate(
+        {"topology": "orthrus", "model": {"path": "/m"}, "adapters": {"e": {"path": "/a", "dimensions": [8, 16]}}}
+    )
+    facts: dict[str, Any] = {"base_name": "orthrus", "vocab_size": 9, "max_model_len": 9}
+    assert served_by(args, **facts, vector_sizes={"e": 16}).adapters["e"].size == 16
+    with pytest.raises(ConfigError, match="adapters.e.dimensions: 16"):
+        served_by(args, **facts, vector_sizes={"e": 15})
+
+
 @pytest.mark.parametrize("name", ["orthrus", None])
 def test_the_base_name_embeds_with_its_adapter(name: str | None) -> None:
     assert checked(EMBED, model=name)["model"] == "orthrus-embed"
 
 
 def test_the_base_name_is_refused_for_embeddings_when_no_adapter_is_its_own() -> None:
-    served = replace(SERVED, adapters={"a": ServedAdapter(), "b": ServedAdapter()}, base_name_adapter=None)
+    served = replace(SERVED, adapters={"a": ServedAdapter(8), "b": ServedAdapter(8)}, base_name_adapter=None)
     with pytest.raises(RequestError, match="a, b") as caught:
         checked(EMBED, served, model="orthrus")
     assert (caught.value.status, caught.value.param) == (400, "model")
@@ -218,7 +239,7 @@ def test_the_base_name_is_refused_for_embeddings_when_no_adapter_is_its_own() ->
 @pytest.mark.parametrize(("asked", "sent"), [(-1, 254), (255, 254), (2, 1)])
 def test_a_truncated_input_keeps_room_for_the_end_of_sequence_token(asked: int, sent: int) -> None:
     assert checked(EMBED, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == sent
-    without = replace(SERVED, adapters={"orthrus-embed": ServedAdapter(appends_eos=False)})
+    without = replace(SERVED, adapters={"orthrus-embed": ServedAdapter(576, appends_eos=False)})
     assert checked(EMBED, without, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == sent + 1
     assert checked(CHAT, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == asked
 
