@@ -6,7 +6,7 @@ Guards: combinations that were never tested, or that would serve wrong vectors, 
 from dataclasses import fields
 from typing import Any
 
-from vllm.config import PoolerConfig, VllmConfig
+from vllm.config import ModelConfig, PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -114,5 +114,24 @@ def refuse_untested(config: VllmConfig) -> None:
         raise ConfigError("vllm.kv_transfer_config: not tested in mixed batches yet")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError("vllm.kv_sharing_fast_prefill: skips hidden states that pooling needs")
-    if config.parallel_config.prefill_context_parallel_size > 1:
-        raise ConfigError("vllm.prefill_context_parallel_size: not tested in mixed batches yet")
+    parallel = config.parallel_config
+    for key in ("prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"):
+        if getattr(parallel, key) > 1:
+            raise ConfigError(f"vllm.{key}: not tested in mixed batches yet")
+    if parallel.enable_dbo:
+        raise ConfigError("vllm.enable_dbo: splits a step's rows, which pooling finds by their place")
+    if config.model_config.enable_sleep_mode:
+        raise ConfigError("vllm.enable_sleep_mode: not tested in mixed batches yet")
+    _refuse_untested_model(config.model_config)
+
+
+def _refuse_untested_model(model: ModelConfig) -> None:
+    kinds = {
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a multimodal model": model.is_multimodal_model,
+        "a model without attention": model.is_attention_free,
+        "a model that mixes attention with other state": model.is_hybrid,
+    }
+    for kind, it_is in kinds.items():
+        if it_is:
+            raise ConfigError(f"model.path: {kind}; only decoders of text are tested in mixed batches yet")

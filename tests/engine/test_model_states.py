@@ -101,3 +101,30 @@ def test_the_window_of_that_model_matters(windowed: TinyModel, rng: random.Rando
         float(windowed.vector(one, "last") @ windowed.vector(other, "last")) > 0.9999
     )  # two layers see 96 tokens back
     assert float(windowed.vector(one, "mean") @ windowed.vector(other, "mean")) < 0.999
+
+
+@pytest.mark.parametrize(
+    ("quantised", "least_cosine"),
+    [({"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"}, 0.999), ({"kv_cache_dtype": "fp8"}, 0.98)],
+    ids=["int8 weights", "fp8 KV"],
+)
+def test_a_quantised_engine_gives_its_own_answers_beside_others(
+    make_engine: MakeEngine, tiny: TinyModel, rng: random.Random, quantised: dict[str, str], least_cosine: float
+) -> None:
+    """How far they are from the whole-precision ones is vLLM's: here is only looked at what mixing adds."""
+    engine = make_engine(budget=128, **quantised)
+    prompt, inputs = token_ids(rng, 60), [token_ids(rng, n) for n in (30, 100, 110, 64)]
+    engine.generate("alone", prompt, 1, logprobs=1)
+    engine.run()
+    for i, tokens in enumerate(inputs):
+        engine.embed(f"alone{i}", tokens, POOLINGS[i])
+        engine.run()
+        engine.embed(f"beside{i}", tokens, POOLINGS[i])
+    engine.generate("beside", prompt, 1, logprobs=1)
+    engine.run()
+    alone, beside = (engine.results[name].outputs[0].logprobs[0] for name in ("alone", "beside"))
+    assert next(iter(beside.values())).logprob == pytest.approx(next(iter(alone.values())).logprob, abs=0.05)
+    for i, tokens in enumerate(inputs):
+        assert float(engine.vector(f"beside{i}") @ engine.vector(f"alone{i}")) > least_cosine
+        assert engine.cosine(f"beside{i}", tokens, POOLINGS[i]) > least_cosine
+    assert not any(engine.leaks().values())
