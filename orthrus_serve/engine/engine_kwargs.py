@@ -53,7 +53,8 @@ def scheduler_class(*, async_scheduling: bool) -> str:
 
 def front_settings(args: AppArgs) -> dict[str, Any]:
     """What checks and completes requests, JSON-able: `AppArgs` without the parts that only a cluster reads."""
-    return args.model_dump(mode="json", include={"topology", "model", "adapters", "embed_adapter", "limits"})
+    parts = {"topology", "model", "adapters", "generate_adapters", "embed_adapter", "limits"}
+    return args.model_dump(mode="json", include=parts)
 
 
 def _rank_to_allow(args: AppArgs) -> int:

@@ -47,7 +47,8 @@ def vllm_arguments(application: Application) -> list[str]:
         **_live_settings(application, kwargs["additional_config"]),
         FRONT_KEY: front_settings(args),
     }
-    adapters = [f"{name}={prepare_adapter(spec.path)}" for name, spec in args.adapters.items()]
+    specs = {**args.adapters, **args.generate_adapters}
+    adapters = [f"{name}={prepare_adapter(spec.path)}" for name, spec in specs.items()]
     # `vllm serve` takes the model as its first word, the module by an option.
     model = [kwargs.pop("model")] if args.num_gpus_per_replica else []
     return [*model, *_options(kwargs), "--lora-modules", *adapters, "--middleware", MIDDLEWARE]

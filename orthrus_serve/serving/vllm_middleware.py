@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from orthrus_serve.config.complaint import sentences
 from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.engine.args import refuse_untested
+from orthrus_serve.engine.args import refuse_large_heads, refuse_untested
 from orthrus_serve.engine.engine_kwargs import FRONT_KEY, scheduler_class
 from orthrus_serve.engine.llm import MixedLLM, embed_dimensions
 from orthrus_serve.engine.pooling_head import vector_sizes
@@ -97,6 +97,7 @@ def upgrade(engine: Any) -> _Front:
     args = _args_of(config.additional_config)
     _require_mixed(config)
     refuse_untested(config)
+    refuse_large_heads(args, config)
     engine.__class__ = MixedLLM
     engine.configure(args.adapters)
     served = served_by(

@@ -42,6 +42,7 @@ def write_serve_file(folder: Path, tiny: TinyModel, port: int = 8000, **vllm: An
         "topology": "orthrus",
         "model": {"path": str(tiny.model)},
         "adapters": {"orthrus-embed": {"path": str(tiny.adapter), "dimensions": [32]}},
+        "generate_adapters": {"tuned": {"path": str(tiny.adapter)}},
         "num_gpus_per_replica": 0,
         "vllm": {
             "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 16,
@@ -71,7 +72,8 @@ def test_the_printed_arguments_give_the_engine_of_a_replica(tiny: TinyModel, tmp
     }  # the front's part is extra
     assert theirs["additional_config"]["orthrus"] == ours["additional_config"]["orthrus"]
     assert theirs["scheduler_cls"] == "orthrus_serve.engine.scheduler.MixedScheduler"
-    assert [(module.name, module.path) for module in parsed.lora_modules] == [("orthrus-embed", str(tiny.adapter))]
+    modules = [(module.name, module.path) for module in parsed.lora_modules]
+    assert modules == [(name, str(tiny.adapter)) for name in ("orthrus-embed", "tuned")]
 
 
 def test_the_live_settings_of_the_file_hold_from_the_start(tiny: TinyModel, tmp_path: Path) -> None:
@@ -194,6 +196,15 @@ def test_one_server_answers_both_tasks_at_once(server: httpx.Client, tiny: TinyM
 
 def embed_body(tokens: list[int], **fields: Any) -> dict[str, Any]:
     return {"model": "orthrus-embed", "input": tokens, **fields}
+
+
+def test_an_adapter_that_generates_is_served_beside(server: httpx.Client, tiny: TinyModel) -> None:
+    body = {"model": "tuned", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = server.post("/v1/completions", json={**body, "return_token_ids": True})
+    assert reply.json()["choices"][0]["token_ids"] == tiny.greedy([5, 6, 7], 8, adapted=True)
+    refused = server.post("/v1/embeddings", json={"model": "tuned", "input": [5, 6]})
+    assert refused.status_code == 400
+    assert "generates" in refused.text
 
 
 def test_the_base_name_embeds_through_the_only_adapter(server: httpx.Client, tiny: TinyModel) -> None:
