@@ -187,12 +187,12 @@ def _sessions(
         generate_s=_estimate(session.generate_s for session in sent),
         goodput=None if goal_s is None else rate(good_s, window.begin_s, window.end_s),
         scored_answers=len(answers),
-        exact_match=_estimate(session.exact_match for session in answers),
-        f1=_estimate(session.f1 for session in answers),
-        contains_answer=_estimate(session.contains_answer for session in answers),
+        exact_match=_share(session.exact_match for session in answers),
+        f1=_share(session.f1 for session in answers),
+        contains_answer=_share(session.contains_answer for session in answers),
         scored_retrievals=len(retrievals),
-        recall_first_hop=_estimate(session.recall_first_hop for session in retrievals),
-        recall_any_hop=_estimate(session.recall_any_hop for session in retrievals),
+        recall_first_hop=_share(session.recall_first_hop for session in retrievals),
+        recall_any_hop=_share(session.recall_any_hop for session in retrievals),
         distinct_questions=len({session.question_id for session in sessions}),
     )
 
@@ -215,6 +215,14 @@ def _within(value_s: float | None, goal_s: float | None) -> bool:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [float(value) for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _share(values: Iterable[float | None]) -> Estimate | None:
+    """A mean of values from 0 to 1, whose interval does not leave that range either."""
+    found = _estimate(values)
+    if found is None or found.low is None or found.high is None:
+        return found
+    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0))
 
 
 def _estimate(values: Iterable[float | None]) -> Estimate | None:

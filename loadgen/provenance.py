@@ -62,7 +62,8 @@ def _version(package: str) -> str | None:
 
 
 def _without_path(arguments: Sequence[str]) -> list[str]:
-    return [Path(arguments[0]).name, *arguments[1:]] if arguments else []
+    name = Path(arguments[0]).name if arguments else ""
+    return ["loadgen" if name == "__main__.py" else name, *arguments[1:]]
 
 
 def _server_facts(target: Target) -> dict[str, str]:

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-POLL_S = 1.0
+POLL_S = 2.0  # a page costs a busy server some milliseconds of the cores that it computes with
 TIMEOUT_S = 5.0
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 
@@ -90,7 +90,7 @@ def window(readings: Sequence[Reading], begin_s: float, end_s: float) -> ServerW
 
 
 class Poller:
-    """Reads the pages once a second from a thread of the parent process, which sends no load itself."""
+    """Reads the pages every two seconds from a thread of the parent process, which sends no load itself."""
 
     def __init__(self, urls: Sequence[str], now: Callable[[], float]) -> None:
         self._urls = urls
