@@ -177,26 +177,6 @@ def test_an_adapter_that_matches_no_module_is_refused_and_hurts_nobody(
     assert shared_engine.cosine("after", tokens, "last") > 0.99999
 
 
-def test_stock_vllm_still_gives_base_rows_the_adapter_on_cpu(
-    tiny: TinyModel, tmp_path: Path, rng: random.Random
-) -> None:
-    """When this fails, vLLM mended its CPU kernels and `cpu_lora.py` can go."""
-    engine = Engine(tiny, tmp_path / "none", mixed=False)
-    prompt = token_ids(rng, 40)
-    engine.generate("alone", prompt, 16)
-    engine.run()
-    engine.generate("beside", prompt, 16)
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
-    lora = LoRARequest("orthrus-embed", 1, str(tiny.adapter))
-    engine.llm.add_request("adapter", {"prompt_token_ids": prompt}, params, lora_request=lora)
-    engine.run()
-    engine.close()
-    assert engine.tokens("beside") != engine.tokens("alone")
-
-
 def test_a_gap_in_the_hidden_states_gives_no_vector() -> None:
     from orthrus_serve.engine.pooling import ChunkRows, ProgressivePooler
     from orthrus_serve.engine.settings import PoolingSpec
