@@ -18,6 +18,8 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from orthrus_serve.engine.settings import LiveSettings
+
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 128
 POOLINGS = ("last", "mean", "weighted_mean", "cls")
@@ -125,7 +127,11 @@ class Engine:
             "kv_cache_memory_bytes": 64 * 2**20, "disable_log_stats": True,
         }  # fmt: skip
         if mixed:
-            settings = {"live": {"policy": policy, "min_share": min_share} | (live or {}), "step_log": str(step_log), "adapters": adapters or {}}
+            settings = {
+                "live": {"policy": policy, "min_share": min_share} | (live or {}),
+                "step_log": str(step_log),
+                "adapters": adapters or {},
+            }
             name = "MixedAsyncScheduler" if async_scheduling else "MixedScheduler"
             options |= {
                 "worker_cls": "orthrus_serve.engine.worker.MixedCPUWorker",
@@ -136,6 +142,16 @@ class Engine:
             self.llm = LLMEngine.from_engine_args(EngineArgs(**(options | overrides)))
         self.results: dict[str, Any] = {}
         self.finish_order: list[str] = []
+
+    def begin_anew(self, **live: Any) -> None:
+        """For engines that tests share: the given live settings, and no result, step or total from before."""
+        answer = self.scheduler.answer("set", asdict(LiveSettings()) | live)
+        assert answer["refused"] is None, answer
+        recorder = self.scheduler.recorder
+        recorder.totals = type(recorder.totals)()
+        self.step_log.write_text("")
+        self.results.clear()
+        self.finish_order.clear()
 
     @property
     def scheduler(self) -> Any:

@@ -1,7 +1,7 @@
 """Real forwards: steps mix kinds, tokens equal stock vLLM, vectors equal Transformers with peft."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -37,6 +37,25 @@ def stock_tokens(tiny, tmp_path_factory, prompts) -> list[list[int]]:
     tokens = [engine.tokens(f"g{i}") for i in range(len(prompts))]
     engine.close()
     return tokens
+
+
+@pytest.fixture(scope="module")
+def shared(tiny, tmp_path_factory, stock_tokens) -> Iterator[Engine]:
+    # After stock's: an engine that is shut down takes the process's communication groups with it.
+    engine = Engine(tiny, tmp_path_factory.mktemp("mixed") / "steps.jsonl", budget=WHOLE)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def make_engine(shared: Engine) -> MakeEngine:
+    """The shared engine as if it were new, with these live settings."""
+
+    def make(*, policy: str = "orthrus", budget: int = 64, min_share: float = 0.125) -> Engine:
+        shared.begin_anew(policy=policy, step_tokens=budget, min_share=min_share)
+        return shared
+
+    return make
 
 
 @pytest.mark.parametrize("policy", ["orthrus", "hetero_fcfs", "unified_homo"])
