@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=None,
         metavar="DIR",
-        help="folder with the 2WikiMultihopQA sample (questions and corpus as JSONL); tests that need it are skipped without",
+        help="folder with the 2WikiMultihopQA sample, written with `=`; tests that need it are skipped without",
     )
 
 
@@ -48,7 +48,7 @@ def eval_data(request: pytest.FixtureRequest) -> Path:
     """The folder given by `--eval-data`; skips the test without it, fails when the option names no folder."""
     folder: Path | None = request.config.getoption("--eval-data")
     if folder is None:
-        pytest.skip("needs --eval-data DIR")
+        pytest.skip("needs --eval-data=DIR")
     if not folder.is_dir():
         pytest.fail(f"--eval-data {folder}: no such folder")
     return folder

@@ -114,6 +114,10 @@ def refuse_untested(config: VllmConfig) -> None:
         raise ConfigError("vllm.kv_transfer_config: not tested in mixed batches yet")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError("vllm.kv_sharing_fast_prefill: skips hidden states that pooling needs")
+    if config.model_config.dtype == torch.float32 and current_platform.is_cuda():
+        raise ConfigError(
+            "vllm.dtype: float32 does not run on CUDA; vLLM's LoRA kernels take float16 and bfloat16 only"
+        )
     parallel = config.parallel_config
     for key in ("prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"):
         if getattr(parallel, key) > 1:

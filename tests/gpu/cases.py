@@ -1,6 +1,6 @@
 """Groups of cases on one card, each run in a process of its own: `python -m tests.gpu.cases GROUP --json FILE`.
 
-`tiny`: fp32, random weights: what the CPU suite proves, on the V2 runner with CUDA graphs, tokens against stock vLLM.
+`tiny`: fp16 (vLLM's LoRA kernels take no fp32), random weights: the CPU suite's cases on the V2 runner with CUDA graphs.
 `demo`: the real demo model in bf16 with FlashAttention, vectors against Transformers in fp32.
 `mistral`: Mistral-7B shapes, random weights, bf16: chunks of 256, 512 and 1024 against whole, every pooling, beside decodes.
 With `--bench` it then compares policies at saturation on the same engine (`closed_loop.py`), once the file `--bench-after` is
@@ -36,7 +36,8 @@ def tiny(folder: Path, options: argparse.Namespace) -> Result:
     model, rng = make_tiny_model(folder), random.Random(0)
     prompts = [token_ids(rng, n, VOCAB_SIZE) for n in (5, 40, 100, 17, 200, 64)]
     inputs = [token_ids(rng, n, VOCAB_SIZE) for n in (1, 30, 64, 65, 150, 333, 500, 20)]
-    common = {"gpu_memory_utilization": 0.05, "budget": 2048, "max_num_seqs": 32}
+    common: dict[str, Any] = {"gpu_memory_utilization": 0.05, "budget": 2048, "max_num_seqs": 32}
+    common["dtype"] = "float32" if options.on_cpu else "float16"
     stock = engine_on_device(model, folder / "none", on_cpu=options.on_cpu, mixed=False, enable_lora=False, **common)
     for i, prompt in enumerate(prompts):
         stock.generate(f"g{i}", prompt)
