@@ -6,6 +6,7 @@ Guards: combinations that were never tested, or that would serve wrong vectors, 
 from dataclasses import fields
 from typing import Any
 
+import torch
 from vllm.config import ModelConfig, PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
