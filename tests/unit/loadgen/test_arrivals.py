@@ -1,3 +1,5 @@
+"""When requests are due: every arrival pattern on a virtual clock, and that workers split one schedule exactly."""
+
 from itertools import islice
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Prompts are unique, share no prefix, and have the lengths that were asked for."""
+
 from dataclasses import replace
 
 import numpy as np

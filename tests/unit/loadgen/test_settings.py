@@ -1,3 +1,5 @@
+"""Settings of a run: unknown keys are refused with a suggestion, and contradictions stop the run."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Percentiles and confidence intervals against samples whose answer is known."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""What counts as a token, an end and an error in a streamed answer."""
+
 from itertools import pairwise
 
 from hypothesis import given
