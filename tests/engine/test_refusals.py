@@ -4,7 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from orthrus_serve.engine import args as engine_args_module
 from orthrus_serve.engine.args import engine_config, refuse_untested
 from orthrus_serve.errors import ConfigError
 from tests.engine.harness import TinyModel
@@ -22,7 +24,7 @@ def resolved(**sections: dict[str, Any]) -> Any:
         },
         "model_config": {
             "enable_sleep_mode": False, "is_encoder_decoder": False, "is_multimodal_model": False,
-            "is_attention_free": False, "is_hybrid": False,
+            "is_attention_free": False, "is_hybrid": False, "dtype": torch.float32,
         },
     }  # fmt: skip
     made = {name: SimpleNamespace(**(values | sections.get(name, {}))) for name, values in good.items()}
@@ -64,3 +66,11 @@ def test_speculation_and_kv_connectors_are_refused(key: str) -> None:
     setattr(config, key, SimpleNamespace())
     with pytest.raises(ConfigError, match=f"vllm.{key}"):
         refuse_untested(config)
+
+
+def test_float32_is_refused_on_cuda_where_the_lora_kernels_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_untested(resolved())
+    monkeypatch.setattr(engine_args_module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    with pytest.raises(ConfigError, match=r"vllm\.dtype: float32 does not run on CUDA"):
+        refuse_untested(resolved())
+    refuse_untested(resolved(model_config={"dtype": torch.bfloat16}))
