@@ -18,6 +18,7 @@ from ray import serve
 
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import OrthrusError, RequestError
+from orthrus_serve.serving.asgi_io import with_length
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector
 from orthrus_serve.serving.request_check import check_request
@@ -158,7 +159,7 @@ class EngineReplica:
                 return
             context = contextvars.copy_context()
             context.run(self._running.dimensions.set, checked.dimensions)
-            request = TunnelRequest(method, path, query, _with_length(headers, len(checked.body)), checked.body)
+            request = TunnelRequest(method, path, query, with_length(headers, len(checked.body)), checked.body)
             async for item in self._marked(run_app(self._running.app, request, context=context)):
                 yield item
         finally:
@@ -272,8 +273,3 @@ class EngineReplica:
             "settings": self._settings,
             "report": report,
         }
-
-
-def _with_length(headers: list[Header], num_body_bytes: int) -> list[Header]:
-    kept = [(bytes(name), bytes(value)) for name, value in headers if bytes(name).lower() != b"content-length"]
-    return [*kept, (b"content-length", str(num_body_bytes).encode())]

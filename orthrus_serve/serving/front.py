@@ -18,8 +18,9 @@ from ray.serve.handle import DeploymentHandle
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
+from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
-from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes, sse_error_event
+from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
 from orthrus_serve.serving.pool import EnginePool, OpenCall, Pool, PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.router_state import state_of
@@ -55,10 +56,6 @@ MAX_REQUEST_ID_CHARS = 128
 CUT = RequestError(502, "The replica that was answering is gone; this stream is incomplete.", code="replica_lost")
 LOST = RequestError(503, "The replicas that worked on this request were lost. Try again.", code="replica_lost")
 FAILED = RequestError(500, "The server failed to answer this request.", code="internal_error")
-
-
-class ClientLeftError(Exception):
-    """The client left before its request was complete."""
 
 
 @dataclass(frozen=True)
@@ -112,32 +109,32 @@ class FrontApp:
         except ClientLeftError:
             send.has_left = True
         except MethodNotAllowedError as error:
-            await _send_error(send, error, [(b"allow", error.allow.encode())])
+            await send_error(send, error, [(b"allow", error.allow.encode())])
         except RequestError as error:
             retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if error.status == 503 else []
-            await _send_error(send, error, retry)
+            await send_error(send, error, retry)
         except Exception:
             log.exception("request_failed", path=path)
             if send.status is not None:
                 raise  # the connection must not end as if the answer were complete
-            await _send_error(send, FAILED)
+            await send_error(send, FAILED)
 
     async def _route(
         self, target: Target, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend"
     ) -> None:
         if target is Target.ENGINE:
             headers: list[Header] = [(bytes(name).lower(), bytes(value)) for name, value in scope["headers"]]
-            body = await _read_body(receive, headers, self._limits.max_body_bytes)
+            body = await read_body(receive, headers, self._limits.max_body_bytes)
             forwarded = _forwarded_headers(headers, len(body))
             request = TunnelRequest(scope["method"], path, scope["query_string"], forwarded, body)
             if not await _before_client_leaves(self._answer(request, send), receive):
                 raise ClientLeftError
         elif target is Target.HEALTH:
-            await _send_whole(send, *await self._pages.health())
+            await send_whole(send, *await self._pages.health())
         elif target is Target.METRICS:
-            await _send_whole(send, *await self._pages.metrics())
+            await send_whole(send, *await self._pages.metrics())
         else:
-            await _send_whole(send, *self._pages.version())
+            await send_whole(send, *self._pages.version())
 
     async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
         shape = shape_of_request(request.path, request.body)
@@ -148,7 +145,7 @@ class FrontApp:
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
             with self._opened(request, charge, avoid) as call:
                 reply = await self._try_reply(call)
-                gone = None if reply is None else _header(reply.headers, GONE_HEADER)
+                gone = None if reply is None else header(reply.headers, GONE_HEADER)
                 if reply is not None and gone is None:
                     await self._deliver_and_learn(reply, send, shape)
                     return
@@ -187,7 +184,7 @@ class FrontApp:
         meter.see(reply.body)
         headers = [(name, value) for name, value in reply.headers if name.lower() not in HOP_HEADERS]
         if reply.rest is None:
-            await _send_whole(send, reply.status, headers, reply.body)
+            await send_whole(send, reply.status, headers, reply.body)
             return True
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body, "more_body": True})
@@ -253,56 +250,15 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _read_body(receive: Receive, headers: list[Header], max_bytes: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        RequestError: 413 above `max_bytes`, before the rest is read.
-        ClientLeftError: the client left within its body.
-    """
-    too_large = RequestError(
-        413, f"The request body is larger than {max_bytes} bytes (limits.max_body_bytes).", code="body_too_large"
-    )
-    declared = _header(headers, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise too_large
-    parts: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > max_bytes:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _header(headers: list[Header], name: bytes) -> bytes | None:
-    return next((value for key, value in headers if key.lower() == name), None)
-
-
 def _forwarded_headers(headers: list[Header], num_body_bytes: int) -> list[Header]:
     """The few headers that vLLM's app needs. Serve sets `X-Request-Id` when the client did not, and echoes it; the engine
     takes it into its own ids, so one that is long or not printable is replaced there."""
     kept = [(name, value) for name, value in headers if name in FORWARDED_HEADERS]
-    request_id = _header(headers, b"x-request-id") or b""
+    request_id = header(headers, b"x-request-id") or b""
     text = request_id.decode("latin-1")
     if not text or len(text) > MAX_REQUEST_ID_CHARS or not (text.isascii() and text.isprintable()):
         request_id = uuid.uuid4().hex.encode()
     return [*kept, (b"x-request-id", request_id), (b"content-length", str(num_body_bytes).encode())]
-
-
-async def _send_whole(send: Send, status: int, headers: list[Header], body: bytes) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _send_error(send: Send, error: RequestError, headers: list[Header] | None = None) -> None:
-    await _send_whole(send, error.status, [*JSON_HEADERS, *(headers or ())], error_bytes(error))
 
 
 class Front:

@@ -5,8 +5,7 @@ embeddings as errors) and refuses what was never tested; after that it checks `/
 other route as vLLM made it. Its settings travel in `--additional-config`, which `orthrus-serve vllm-args` writes.
 """
 
-import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,12 @@ from orthrus_serve.engine.engine_kwargs import FRONT_KEY, scheduler_class
 from orthrus_serve.engine.llm import MixedLLM, embed_dimensions
 from orthrus_serve.engine.pooling_head import vector_sizes
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
+from orthrus_serve.serving.asgi_io import ClientLeftError, read_body, send_error, with_length
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import Served, served_by
+from orthrus_serve.serving.tunnel import ASGIApp, Message, Receive, Send
 
-Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -40,7 +37,7 @@ class _Front:
 class OrthrusMiddleware:
     """Made by vLLM around its app: `--middleware orthrus_serve.serving.vllm_middleware.OrthrusMiddleware`."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._front: _Front | None = None
 
@@ -65,16 +62,15 @@ class OrthrusMiddleware:
     async def _embed(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._front is not None  # the lifespan came first
         try:
-            body = await _read(receive, self._front.max_body_bytes)
-            if body is None:
-                return
+            body = await read_body(receive, scope["headers"], self._front.max_body_bytes)
             checked = check_request(EMBEDDINGS, body, self._front.served)
+        except ClientLeftError:
+            return
         except RequestError as error:
-            await _refuse(send, error)
+            await send_error(send, error)
             return
         embed_dimensions.set(checked.dimensions)
-        length = (b"content-length", str(len(checked.body)).encode())
-        headers = [*((name, value) for name, value in scope["headers"] if name.lower() != b"content-length"), length]
+        headers = with_length(scope["headers"], len(checked.body))
         replayed = False
 
         async def replay() -> Message:
@@ -132,26 +128,3 @@ def _require_mixed(config: Any) -> None:
 def _base_name(model_config: Any) -> str:
     name = model_config.served_model_name
     return name if isinstance(name, str) else name[0]
-
-
-async def _read(receive: Receive, most: int) -> bytes | None:
-    """The whole body; None when the client went away before its end."""
-    parts: list[bytes] = []
-    more, size = True, 0
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise RequestError(413, f"The request body is larger than {most} bytes.", code="request_too_large")
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _refuse(send: Send, error: RequestError) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
