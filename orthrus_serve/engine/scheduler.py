@@ -25,7 +25,7 @@ from orthrus_serve.engine.vllm_compat import (
     SchedulerOutput,
     verify_hooks,
 )
-from orthrus_serve.policy.step_plan import Admissible, Ages, Lane, LaneLoad, StepPlan, plan_alternating, plan_step
+from orthrus_serve.policy.step_plan import Admissible, Lane, LaneLoad, StepPlan, plan_alternating, plan_step
 from orthrus_serve.policy.step_time import StepTimeModel, step_budget
 
 verify_hooks(SCHEDULER_HOOKS)
@@ -152,8 +152,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
             for load in work.loads
         ]
         has_work[Lane.GENERATE] = has_work[Lane.GENERATE] or work.decodes > 0
-        older = self.waiting.ages(self.live.max_wait_steps).older
-        self._last_lane, plan = plan_alternating(self._last_lane, (has_work[0], has_work[1]), budget, Ages(older=older))
+        self._last_lane, plan = plan_alternating(self._last_lane, (has_work[0], has_work[1]), budget)
         self._idle_lane = self._last_lane.other
         return plan
 

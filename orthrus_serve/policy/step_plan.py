@@ -145,14 +145,13 @@ def plan_step(
     return StepPlan(quota=(result[0], result[1]), blocked=blocked, ages=ages)
 
 
-def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int, ages: Ages = Ages()) -> tuple[Lane, StepPlan]:
+def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[Lane, StepPlan]:
     """Quotas for a step of policy `unified_homo`: the whole budget for one kind, the other kind next time if it has work.
 
     Args:
         last: the lane of the step before.
         work: whether each lane could compute anything, decodes included.
         budget: the whole token budget.
-        ages: passed on to the plan.
 
     Returns:
         The lane of this step, and its plan.
@@ -160,7 +159,7 @@ def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int, ages: Age
     lane = last.other if work[last.other] else last
     quota = [0, 0]
     quota[lane] = budget
-    return lane, StepPlan(quota=(quota[0], quota[1]), ages=ages)
+    return lane, StepPlan(quota=(quota[0], quota[1]))
 
 
 def _does_not_fit(load: LaneLoad, free_slots: int, free_blocks: int) -> bool:
