@@ -1,7 +1,7 @@
 """Groups of cases on one card, each run in a process of its own: `python -m tests.gpu.cases GROUP --json FILE`.
 
 `tiny`: fp16 (vLLM's LoRA kernels take no fp32), random weights: the CPU suite's cases on the V2 runner with CUDA graphs.
-`demo`: the real demo model in bf16 with FlashAttention, vectors against Transformers in fp32.
+`demo`: the real demo model in bf16, vectors against Transformers in fp32.
 `mistral`: Mistral-7B shapes, random weights, bf16: chunks of 256, 512 and 1024 against whole, every pooling, beside decodes.
 With `--bench` it then compares policies at saturation on the same engine (`closed_loop.py`), once the file `--bench-after` is
 there. With `--on-cpu` a group runs small on CPU: a rehearsal, nothing more.
