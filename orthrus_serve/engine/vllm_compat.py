@@ -241,8 +241,32 @@ CPU_HOOKS: tuple[Hook | Uses, ...] = (
 CUDA_HOOKS: tuple[Hook | Uses, ...] = (
     *V2_RUNNER_HOOKS,
     Hook("vllm.v1.worker.gpu_worker:Worker", "_make_model_runner", (), "the factory of the runner"),
+    Hook("vllm.v1.worker.gpu_worker:Worker", "load_model", (), "LoRA layers ask the platform for their wrapper meanwhile"),
     Uses("vllm.v1.worker.gpu_worker:Worker", ("use_v2_model_runner",), "which runner is built"),
-)
+    Uses("vllm.platforms.cuda:CudaPlatformBase", ("get_punica_wrapper",), "LoRA layers ask it for their wrapper"),
+    Hook(
+        "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
+        "update_metadata",
+        ("mapping", "lora_index_to_id", "max_loras", "vocab_size"),
+        "row tables are made on the host instead",
+    ),
+    Uses(
+        "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
+        (
+            "token_mapping_meta", "prompt_mapping_meta", "max_loras", "is_prefill", "indices_len", "_token_lora_indices",
+            "_sampler_indices", "_sampler_indices_padded", "_embeddings_indices",
+        ),
+        "row tables are made on the host instead",
+    ),
+    Uses(
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta",
+        (
+            "token_lora_mapping", "token_indices_sorted_by_lora_ids", "active_lora_ids", "num_tokens_per_lora",
+            "lora_token_start_loc", "no_lora_flag_cpu", "num_active_loras_cpu", "captured_lora_counts",
+        ),
+        "row tables are made on the host instead",
+    ),
+)  # fmt: skip
 
 
 def verify_hooks(hooks: Iterable[Hook | Uses]) -> None:

@@ -50,9 +50,11 @@ if current_platform.is_cpu() or TYPE_CHECKING:
 
 
 if current_platform.is_cuda() or TYPE_CHECKING:
+    from vllm.platforms.cuda import CudaPlatformBase
     from vllm.v1.worker.gpu_worker import Worker
 
     verify_hooks(CUDA_HOOKS)
+    _HOST_SORTED_LORA = "orthrus_serve.engine.gpu_lora.HostSortedPunicaWrapperGPU"
 
     class MixedGPUWorker(Worker):
         """CUDA worker with the mixed runner. V2 only: the runner that vLLM keeps."""
@@ -64,3 +66,12 @@ if current_platform.is_cuda() or TYPE_CHECKING:
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: PLC0415  as vLLM does
 
             return mixed_runner_class(GPUModelRunner, is_v2=True)(self.vllm_config, self.device)
+
+        @override
+        def load_model(self, **kwargs: Any) -> None:
+            stock = CudaPlatformBase.__dict__["get_punica_wrapper"]
+            CudaPlatformBase.get_punica_wrapper = classmethod(lambda _: _HOST_SORTED_LORA)  # pyright: ignore
+            try:
+                super().load_model(**kwargs)
+            finally:
+                CudaPlatformBase.get_punica_wrapper = stock
