@@ -1,7 +1,7 @@
 """Iter-RetGen on an engine in this process: sessions that embed, then generate, hop after hop. Closed loop over sessions.
 
-A hop embeds its query and, in the heavier of the two variants, the documents that were retrieved; then it generates with them. The
-next hop of a session starts when this one's text is there. Retrieval itself takes no time here. Prompts are random tokens.
+A hop embeds its query and, in the heavier of the two variants, the documents that were retrieved; then it generates with them.
+The next hop of a session starts when this one's text is there. Retrieval itself takes no time here. Prompts are random tokens.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how policies compare, on one card with 7B shapes: `python -m tests.gpu.speed PART… --json FILE`.
+"""Where a step's time goes and how policies compare, on a card with 7B shapes: `python -m tests.gpu.speed PART… --json FILE`.
 
 Parts, in this order, on one engine in this process, without HTTP:
 
