@@ -155,11 +155,15 @@ class ChargeEstimator:
 
     def estimate(self, shape: RequestShape) -> int:
         """Remaining tokens to charge, at least 1. Grows with the body, and with every count in the shape."""
-        output = self._outputs.expected
-        if shape.max_tokens is not None:
-            output = min(output, max(0, shape.max_tokens))
         prompt = min(self._prompt_tokens(shape), max(1, shape.num_prompts) * self._max_prompt_tokens)
-        return min(max(1, prompt + max(0, shape.num_outputs) * output), MAX_CHARGE_TOKENS)
+        return min(max(1, prompt + max(0, shape.num_outputs) * self.expected_output(shape)), MAX_CHARGE_TOKENS)
+
+    def expected_output(self, shape: RequestShape) -> int:
+        """Tokens expected of each output; 0 for an embedding."""
+        if shape.num_outputs < 1:
+            return 0
+        expected = self._outputs.expected
+        return expected if shape.max_tokens is None else min(expected, max(0, shape.max_tokens))
 
     def learn_prompt(self, shape: RequestShape, num_prompt_tokens: int) -> None:
         """Take in the true prompt length (`usage.prompt_tokens`, or the engine's report) of a request."""

@@ -137,8 +137,7 @@ class EngineReplica:
         query: bytes,
         headers: list[Header],
         body: bytes,
-        charge: int = 1,  # noqa: ARG002 - read by the router, which sees the arguments of the handle call
-        avoid: tuple[str, ...] = (),  # noqa: ARG002 - likewise
+        **_routing: object,  # read by the router, which sees the arguments of the handle call
     ) -> AsyncGenerator[Start | bytes]:
         """Answers one HTTP request: yields `(status, headers)`, then body chunks. See `tunnel.run_app`.
 

@@ -138,12 +138,11 @@ class FrontApp:
 
     async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
         shape = shape_of_request(request.path, request.body)
-        charge = 1 if shape is None else self._estimator.estimate(shape)
         avoid: list[str] = []
         num_lost = 0
         for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
-            with self._opened(request, charge, avoid) as call:
+            with self._opened(request, shape, avoid) as call:
                 reply = await self._try_reply(call)
                 gone = None if reply is None else header(reply.headers, GONE_HEADER)
                 if reply is not None and gone is None:
@@ -162,8 +161,12 @@ class FrontApp:
             learn(self._estimator, shape, meter)
 
     @contextlib.contextmanager
-    def _opened(self, request: TunnelRequest, charge: int, avoid: list[str]) -> Iterator[OpenCall]:
-        call = self._pool.open(request, charge=charge, avoid=avoid)
+    def _opened(self, request: TunnelRequest, shape: RequestShape | None, avoid: list[str]) -> Iterator[OpenCall]:
+        known: dict[str, Any] = {}
+        if shape is not None:
+            known = {"kind": shape.kind, "charge": self._estimator.estimate(shape)}
+            known["expected_output"] = self._estimator.expected_output(shape)
+        call = self._pool.open(request, avoid=avoid, **known)
         try:
             yield call
         finally:

@@ -15,6 +15,7 @@ from orthrus_serve.errors import OrthrusError
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.router_state import NoReplicaError
 from orthrus_serve.serving.tunnel import Start, TunnelRequest
+from orthrus_serve.types import RequestKind
 
 
 class ReplicaLostError(OrthrusError):
@@ -40,7 +41,16 @@ class Pool(Protocol):
 
     name: str
 
-    def open(self, request: TunnelRequest, *, charge: int, avoid: Collection[str]) -> OpenCall: ...
+    def open(
+        self,
+        request: TunnelRequest,
+        *,
+        charge: int = 1,
+        kind: RequestKind | None = None,
+        expected_output: int = 0,
+        avoid: Collection[str] = (),
+        only: str | None = None,
+    ) -> OpenCall: ...
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]: ...
 
@@ -85,8 +95,17 @@ class EnginePool:
         self._handle = handle
         self._stream = handle.options(stream=True)
 
-    def open(self, request: TunnelRequest, *, charge: int, avoid: Collection[str]) -> OpenCall:
-        """One handle call. The router reads `charge` (remaining tokens) and `avoid` (replica ids that just failed)."""
+    def open(
+        self,
+        request: TunnelRequest,
+        *,
+        charge: int = 1,
+        kind: RequestKind | None = None,
+        expected_output: int = 0,
+        avoid: Collection[str] = (),
+        only: str | None = None,
+    ) -> OpenCall:
+        """One handle call. The router reads its named arguments: see `policy/routed_request.py`."""
         stream: Any = self._stream.asgi.remote(
             request.method,
             request.path,
@@ -94,7 +113,10 @@ class EnginePool:
             request.headers,
             request.body,
             charge=charge,
+            kind=kind,
+            expected_output=expected_output,
             avoid=tuple(avoid),
+            only=only,
         )
         return _RayCall(stream)
 

@@ -1,6 +1,6 @@
 """The request router of Ray Serve for engine replicas: fewest remaining tokens, charged when chosen.
 
-A thin adapter: what a request is charged comes with the handle call (`charge=`), who is chosen is decided by `policy/`.
+A thin adapter: what is known of a request comes with the handle call (`RoutedRequest`), who is chosen is decided by `policy/`.
 Serve pickles this module by value, so it holds no state. `max_queued_requests` does not work with it: admission is the Front's.
 """
 
@@ -10,6 +10,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from typing_extensions import override
 
 from orthrus_serve.policy.replica_choice import RouterRule
+from orthrus_serve.policy.routed_request import routed_request
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.types import ReplicaId
@@ -46,9 +47,8 @@ class RemainingTokenRouter(RequestRouter):
         await self._until_there_are_replicas()
         # No await from here on: nobody chooses between the choice and its charge, and no cancellation can lose the charge.
         by_id = {ReplicaId(r.replica_id.unique_id): r for r in ray_compat.running_replicas(self)}
-        request, kwargs = ray_compat.request_id_of(pending_request), pending_request.kwargs
-        chosen = self._state.choose_and_charge(request, list(by_id), kwargs.get("charge", 1), kwargs.get("avoid", ()))
-        return by_id[chosen]
+        routed = routed_request(ray_compat.request_id_of(pending_request), pending_request.kwargs)
+        return by_id[self._state.choose_and_charge(routed, list(by_id))]
 
     @override
     async def choose_replicas(

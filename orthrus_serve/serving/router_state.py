@@ -7,17 +7,18 @@ runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`
 """
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.replica_choice import RouterRule, choose_replica
+from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.types import ReplicaId, RequestId
 
 
 class NoReplicaError(OrthrusError):
-    """No replica of the deployment came up within the time that a request waits for one."""
+    """No replica of the deployment came up within the time that a request waits for one, or not the one that it may go to."""
 
 
 @dataclass
@@ -29,18 +30,25 @@ class RouterState:
     rng: random.Random = field(default_factory=random.Random)
     num_routed: int = 0
 
-    def choose_and_charge(
-        self, request_id: str, replicas: Sequence[ReplicaId], num_tokens: int, avoid: Collection[str] = ()
-    ) -> ReplicaId:
+    def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
 
-        Replicas named in `avoid` have just failed this very request; they are chosen only if there is no other.
+        Raises:
+            NoReplicaError: the one replica that may be chosen is not among them.
         """
-        candidates = [replica for replica in replicas if replica not in avoid] or replicas
+        candidates = self._candidates(routed, replicas)
         chosen = choose_replica(self.rule, candidates, self.ledger.loads(candidates), self.rng, self.num_routed)
         self.num_routed += 1
-        self.ledger.charge(_charge_id(request_id, chosen), chosen, num_tokens)
+        self.ledger.charge(_charge_id(routed.request_id, chosen), chosen, routed.charge)
         return chosen
+
+    def _candidates(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+        if routed.only is not None:
+            if routed.only not in replicas:
+                raise NoReplicaError(f"replica {routed.only} is not running")
+            return [ReplicaId(routed.only)]
+        # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
+        return [replica for replica in replicas if replica not in routed.avoid] or replicas
 
     def settle(self, request_id: str, replica_id: ReplicaId) -> None:
         """The request ended on that replica, however it ended. Unknown ones (broadcasts) are ignored."""

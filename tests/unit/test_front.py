@@ -54,12 +54,12 @@ class ScriptedPool:
     def __init__(self, *scripts: list[Any], answers: list[Any] | None = None) -> None:
         self._scripts = list(scripts)
         self._answers = answers or []
-        self.opened: list[tuple[TunnelRequest, int, tuple[str, ...]]] = []
+        self.opened: list[tuple[TunnelRequest, dict[str, Any], tuple[str, ...]]] = []
         self.calls: list[ScriptedCall] = []
 
-    def open(self, request: TunnelRequest, *, charge: int, avoid: Collection[str]) -> ScriptedCall:
+    def open(self, request: TunnelRequest, *, avoid: Collection[str] = (), **known: Any) -> ScriptedCall:
         assert all(call.is_cancelled for call in self.calls), "one open call at a time"
-        self.opened.append((request, charge, tuple(avoid)))
+        self.opened.append((request, known, tuple(avoid)))
         self.calls.append(ScriptedCall(self._scripts.pop(0)))
         return self.calls[-1]
 
@@ -139,8 +139,9 @@ async def test_an_answer_passes_through_with_the_status_and_headers_of_the_app()
     client = await Client(pool).ask("POST", EMBED, b'{"inp', b'ut": "hello"}', headers=headers)
     assert (client.status, client.body, client.is_ended) == (200, b'{"a": 1}', True)
     assert client.headers == {**dict(JSON), b"x-vllm": b"1", b"content-length": b"8"}
-    request, charge, avoid = pool.opened[0]
-    assert (request.body, charge, avoid) == (BODY, len(BODY) // 4, ())
+    request, known, avoid = pool.opened[0]
+    assert (request.body, avoid) == (BODY, ())
+    assert known == {"kind": "embed", "charge": len(BODY) // 4, "expected_output": 0}
     assert dict(request.headers) == {
         b"content-type": b"application/json", b"x-request-id": b"id-1", b"content-length": b"18",
     }  # fmt: skip

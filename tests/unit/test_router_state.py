@@ -1,16 +1,25 @@
 """What a Front knows of its replicas' load, through the life of requests as Serve reports it."""
 
-from orthrus_serve.serving.router_state import RouterState, state_of
+from typing import Any
+
+import pytest
+
+from orthrus_serve.policy.routed_request import RoutedRequest
+from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.types import ReplicaId
 
 A, B = ReplicaId("a"), ReplicaId("b")
 
 
+def choose(state: RouterState, request_id: str, replicas: list[ReplicaId], **known: Any) -> ReplicaId:
+    return state.choose_and_charge(RoutedRequest(request_id, **known), replicas)
+
+
 def test_requests_go_to_whoever_has_least_left_and_end_at_zero() -> None:
     state = RouterState()
-    first = state.choose_and_charge("1", [A, B], 100)
-    second = state.choose_and_charge("2", [A, B], 10)
-    third = state.choose_and_charge("3", [A, B], 10)
+    first = choose(state, "1", [A, B], charge=100)
+    second = choose(state, "2", [A, B], charge=10)
+    third = choose(state, "3", [A, B], charge=10)
     assert second == third != first
     for request, replica in (("1", first), ("2", second), ("3", third)):
         state.settle(request, replica)
@@ -19,21 +28,30 @@ def test_requests_go_to_whoever_has_least_left_and_end_at_zero() -> None:
 
 def test_a_replica_that_just_failed_a_request_is_avoided_by_it_unless_it_is_the_only_one() -> None:
     state = RouterState()
-    assert all(state.choose_and_charge(str(n), [A, B], 100, avoid=["a"]) == B for n in range(5))
-    assert state.choose_and_charge("x", [A], 1, avoid=["a"]) == A
+    assert all(choose(state, str(n), [A, B], charge=100, avoid=("a",)) == B for n in range(5))
+    assert choose(state, "x", [A], charge=1, avoid=("a",)) == A
+
+
+def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
+    state = RouterState()
+    assert choose(state, "1", [A, B], charge=99, only="b") == B
+    assert choose(state, "2", [A, B], charge=99, only="b", avoid=("b",)) == B
+    with pytest.raises(NoReplicaError, match="c is not running"):
+        choose(state, "3", [A, B], only="c")
+    assert state.ledger.num_open == 2
 
 
 def test_the_late_end_of_a_first_try_does_not_settle_the_second() -> None:
     state = RouterState()
-    state.choose_and_charge("1", [A], 50)
-    state.choose_and_charge("1", [B], 50)
+    choose(state, "1", [A], charge=50)
+    choose(state, "1", [B], charge=50)
     state.settle("1", A)
     assert (state.ledger.load(A), state.ledger.load(B)) == (0, 50)
 
 
 def test_a_dead_replica_is_forgotten_and_a_late_end_finds_nothing() -> None:
     state = RouterState()
-    state.choose_and_charge("1", [A], 50)
+    choose(state, "1", [A], charge=50)
     state.forget(A)
     state.settle("1", A)
     state.settle("never charged", B)
