@@ -12,7 +12,8 @@ from ray.serve.config import RequestRouterConfig
 
 from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.policy.topology import Pool, Topology, expand
+from orthrus_serve.ops.plan import topology_of
+from orthrus_serve.policy.topology import Pool, Topology
 from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
 from orthrus_serve.serving.front import Front
 from orthrus_serve.serving.ray_compat import check_ray
@@ -39,12 +40,7 @@ def build(args: AppArgs) -> Application:
 def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_WAIT_S) -> Application:
     """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
-    topology = expand(
-        args.topology,
-        num_replicas=args.num_replicas,
-        num_gpus_per_replica=args.num_gpus_per_replica,
-        num_fronts=args.front.num_replicas,
-    )
+    topology = topology_of(args)
     routing = {"rule": topology.router_rule, "replica_wait_s": replica_wait_s}
     engines = _engine_deployment(args, topology.pools[0], routing).bind(args, start)
     return _front_deployment(args, topology).bind(args, engines)

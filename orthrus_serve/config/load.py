@@ -7,16 +7,16 @@ between `args` and `deployments`. Leaves out whether the named files exist (`che
 import json
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import ValidationError
 from typing_extensions import override
 
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
-from orthrus_serve.config.schema import AppArgs, LiveSpec
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec, Section
 from orthrus_serve.config.serve_keys import SERVE_FILE, Keys
 from orthrus_serve.config.vllm_keys import refused_vllm_keys
 from orthrus_serve.errors import ConfigError
@@ -29,16 +29,20 @@ PROXY_LOCATIONS = ("Disabled", "HeadOnly", "EveryNode")
 RAY_PORTS = {6379: "Ray's control store", 8265: "Ray's dashboard", 10001: "Ray's client server", 52365: "Ray's agent"}
 DEFAULT_HTTP_PORT, DEFAULT_GRPC_PORT = 8000, 9000
 
+_Live = TypeVar("_Live", bound=Section)
+
 
 @dataclass(frozen=True)
 class Application:
-    """One Orthrus application of a Serve file. `live` is the `user_config` of its engines, if the file sets one."""
+    """One Orthrus application of a Serve file. `live` and `front` are the `user_config` of its engines and of its Fronts, where
+    the file sets them."""
 
     name: str
     route_prefix: str | None
     args: AppArgs
     live: LiveSpec
     path: KeyPath
+    front: FrontLiveSpec = field(default_factory=FrontLiveSpec)
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,14 @@ def _application(entry: Any, index: int) -> Application | None:
     if not isinstance(application.get("args"), dict):
         raise ConfigError(f"{join((*path, 'args'))}: must be a mapping with at least topology, model and adapters")
     args = parse_args(cast(dict[str, Any], application["args"]), (*path, "args"))
-    live = _live(application.get("deployments") or [], (*path, "deployments"))
+    overridden = _overridden(application.get("deployments") or [], (*path, "deployments"))
+    live = parse_live(*overridden.get("Engine", (None, ())), LiveSpec)
+    front = parse_live(*overridden.get("Front", (None, ())), FrontLiveSpec)
+    if front.topology == "dedicated" and args.num_replicas < 2:
+        where = overridden["Front"][1]
+        raise ConfigError(f"{join(where)}.topology: dedicated needs args.num_replicas of at least 2")
     name, route = application.get("name", "default"), application.get("route_prefix", "/")
-    return Application(name=name, route_prefix=route, args=args, live=live, path=path)
+    return Application(name=name, route_prefix=route, args=args, live=live, path=path, front=front)
 
 
 def _check_names(application: dict[str, Any], path: KeyPath) -> None:
@@ -250,38 +259,42 @@ def _check_names(application: dict[str, Any], path: KeyPath) -> None:
         raise ConfigError(f"{join((*path, 'route_prefix'))}: must begin with '/', got {type_of(route)}")
 
 
-def _live(deployments: Any, path: KeyPath) -> LiveSpec:
-    """Check what an application's `deployments` override, and return the `user_config` of its engines."""
+def _overridden(deployments: Any, path: KeyPath) -> dict[str, tuple[Any, KeyPath]]:
+    """Check what an application's `deployments` override, and return their `user_config`, and where it stands, by name."""
     if not isinstance(deployments, list):
         raise ConfigError(f"{join(path)}: must be a list, got {type_of(deployments)}")
-    live, seen = LiveSpec(), set[str]()
+    found: dict[str, tuple[Any, KeyPath]] = {}
     for index, entry in enumerate(cast(list[Any], deployments)):
         here = (*path, index)
         _refuse(_implausible(entry, here))
         deployment = cast(dict[str, Any], entry if isinstance(entry, dict) else {})
         name = str(deployment.get("name"))
-        if name not in DEPLOYMENT_NAMES or name in seen:
-            hint = did_you_mean(name, DEPLOYMENT_NAMES) if name not in seen else "; it is there twice"
+        if name not in DEPLOYMENT_NAMES or name in found:
+            hint = did_you_mean(name, DEPLOYMENT_NAMES) if name not in found else "; it is there twice"
             raise ConfigError(
                 f"{join((*here, 'name'))}: must be {' or '.join(DEPLOYMENT_NAMES)}, got {type_of(name)}{hint}"
             )
-        seen.add(name)
+        found[name] = deployment.get("user_config"), (*here, "user_config")
         for key, instead in (
             ("num_replicas", "args.num_replicas" if name == "Engine" else "args.front.num_replicas"),
             ("request_router_config", "args.topology"),
         ):
             if key in deployment:
                 raise ConfigError(f"{join((*here, key))}: would override what args say; write {instead} instead")
-        if name == "Engine" and deployment.get("user_config") is not None:
-            live = _parse_live(deployment["user_config"], (*here, "user_config"))
-    return live
+    return found
 
 
-def _parse_live(user_config: Any, path: KeyPath) -> LiveSpec:
+def parse_live(user_config: Any, prefix: KeyPath, spec: type[_Live]) -> _Live:
+    """The `user_config` of a deployment as frozen values; nothing at all leaves everything as it is.
+
+    Raises:
+        ConfigError: one line per problem, each naming the key below `prefix`.
+    """
+    _refuse(_implausible(user_config, prefix))
     try:
-        return LiveSpec.model_validate_json(json.dumps(user_config), strict=True)
+        return spec.model_validate_json(json.dumps({} if user_config is None else user_config), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(sentences(error, LiveSpec, path))) from error
+        raise ConfigError("\n".join(sentences(error, spec, prefix))) from error
 
 
 def _clashes(entries: list[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction
+from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction, RouterRule, TopologyName
 
 
 class Section(BaseModel):
@@ -133,9 +133,36 @@ class FrontSpec(Section):
     num_cpus: float = Field(default=0.1, ge=0)
 
 
-class LiveSpec(Section):
-    """The `user_config` of the engines: what may change while they run. None leaves a setting as the start made it."""
+class SplitSpec(Section):
+    """Embedding to generating replicas of topology `dedicated`, as a ratio: with another number of replicas it is kept as
+    nearly as whole replicas can, and never to none."""
 
+    embed: int = Field(ge=1)
+    generate: int = Field(ge=1)
+
+
+class RouterSpec(Section):
+    """How an engine replica is chosen. `rule` None is the topology's own."""
+
+    rule: RouterRule | None = None
+
+
+class FrontLiveSpec(Section):
+    """The `user_config` of the Fronts: what may change while they run. None leaves a setting as `args` have it; `rule` None is
+    the topology's own when the topology is another than that of `args`."""
+
+    topology: TopologyName | None = None
+    rule: RouterRule | None = None
+    dedicated: SplitSpec | None = None
+
+
+class LiveSpec(Section):
+    """The `user_config` of the engines: what may change while they run. None leaves a setting as the start made it.
+
+    `topology` is the one whose policy is meant when `policy` is None, and what the metrics are labelled with.
+    """
+
+    topology: TopologyName | None = None
     policy: PolicyName | None = None
     min_share: float | None = Field(default=None, ge=0.0, le=0.5)
     max_wait_steps: int | None = Field(default=None, ge=1)
@@ -146,7 +173,7 @@ class LiveSpec(Section):
 class AppArgs(Section):
     """The `args` of `orthrus_serve.app:build` in a Serve file."""
 
-    topology: PolicyName
+    topology: TopologyName
     model: ModelSpec
     adapters: dict[str, AdapterSpec]
     generate_adapters: dict[str, GenerateAdapterSpec] = Field(default_factory=dict)
@@ -157,6 +184,8 @@ class AppArgs(Section):
     engine: EngineSpec = EngineSpec()
     limits: LimitSpec = LimitSpec()
     front: FrontSpec = FrontSpec()
+    router: RouterSpec = RouterSpec()
+    dedicated: SplitSpec | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -176,6 +205,11 @@ class AppArgs(Section):
         gpus = self.num_gpus_per_replica
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus_per_replica: above one it must be a whole number, got {gpus:g}")
+        if self.topology == "dedicated" and self.num_replicas < 2:
+            raise ValueError(
+                "num_replicas: topology dedicated needs at least 2, one that embeds and one that generates; "
+                f"got {self.num_replicas}"
+            )
         return self
 
     @property

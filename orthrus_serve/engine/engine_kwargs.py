@@ -53,7 +53,16 @@ def scheduler_class(*, async_scheduling: bool) -> str:
 
 def front_settings(args: AppArgs) -> dict[str, Any]:
     """What checks and completes requests, JSON-able: `AppArgs` without the parts that only a cluster reads."""
-    parts = {"topology", "model", "adapters", "generate_adapters", "embed_adapter", "limits"}
+    parts = {
+        "topology",
+        "num_replicas",
+        "dedicated",
+        "model",
+        "adapters",
+        "generate_adapters",
+        "embed_adapter",
+        "limits",
+    }
     return args.model_dump(mode="json", include=parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self, get_args
 
 from orthrus_serve.config.schema import AdapterSpec, AppArgs
 from orthrus_serve.errors import ConfigError
+from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction
 
 KEY = "orthrus"
@@ -110,7 +111,8 @@ class EngineSettings:
         """The settings of an application's engines."""
         adapters = {name: _pooling_of(spec) for name, spec in args.adapters.items()}
         engine = args.engine
-        live = LiveSettings(args.topology, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms)
+        policy = PRESETS[args.topology].pool.policy
+        live = LiveSettings(policy, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms)
         return cls(live, engine.step_log, adapters)
 
     def to_additional_config(self) -> dict[str, Any]:

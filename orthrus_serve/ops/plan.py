@@ -1,10 +1,14 @@
-"""What a Serve file would start, in lines to read: replicas, GPUs, kinds, policy, router rule, names. Starts nothing."""
+"""What a Serve file would start, in lines to read: replicas, GPUs, kinds, policy, router rule, names. Starts nothing.
+
+The topology printed is the value from which `app.py` builds.
+"""
 
 from dataclasses import replace
 
 from orthrus_serve.config.load import Application, ServeFile
-from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.policy.topology import Topology, describe, expand
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.policy.topology import PRESETS, Topology, describe, expand
 
 
 def plan_lines(file: ServeFile) -> list[str]:
@@ -15,16 +19,30 @@ def plan_lines(file: ServeFile) -> list[str]:
     return lines
 
 
-def planned_topology(application: Application) -> Topology:
-    """The topology as it runs right after the start, with the policy that the engines' `user_config` asks for."""
-    args = application.args
-    topology = expand(
-        args.topology,
+def topology_of(args: AppArgs, live: FrontLiveSpec | None = None) -> Topology:
+    """The topology that `args` ask for, with what the `user_config` of the Fronts (`live`) changes right after the start.
+
+    Raises:
+        ConfigError: it cannot be had with so many replicas.
+    """
+    front = live or FrontLiveSpec()
+    is_other = front.topology not in (None, args.topology)
+    dedicated = front.dedicated or args.dedicated
+    return expand(
+        front.topology or args.topology,
         num_replicas=args.num_replicas,
         num_gpus_per_replica=args.num_gpus_per_replica,
         num_fronts=args.front.num_replicas,
+        split=None if dedicated is None else Split(dedicated.embed, dedicated.generate),
+        router_rule=front.rule or (None if is_other else args.router.rule),
     )
-    policy = application.live.policy
+
+
+def planned_topology(application: Application) -> Topology:
+    """The topology as it runs right after the start, with the policy that the engines' `user_config` asks for."""
+    topology = topology_of(application.args, application.front)
+    live = application.live
+    policy = live.policy or (PRESETS[live.topology].pool.policy if live.topology else None)
     if policy is None:
         return topology
     return replace(topology, pools=tuple(replace(pool, policy=policy) for pool in topology.pools))

@@ -13,6 +13,7 @@ from orthrus_serve.config.load import Application, ServeFile
 from orthrus_serve.engine.adapter_keys import prepare_adapter
 from orthrus_serve.engine.engine_kwargs import FRONT_KEY, engine_kwargs, front_settings, scheduler_class
 from orthrus_serve.errors import ConfigError
+from orthrus_serve.policy.topology import PRESETS
 
 MIDDLEWARE = "orthrus_serve.serving.vllm_middleware.OrthrusMiddleware"
 
@@ -56,7 +57,9 @@ def vllm_arguments(application: Application) -> list[str]:
 
 def _live_settings(application: Application, additional_config: Mapping[str, Any]) -> dict[str, Any]:
     """What `user_config` would have set right after the start, since there is no channel for it here."""
-    live = application.live.model_dump(exclude_none=True)
+    live = application.live.model_dump(exclude_none=True, exclude={"topology"})
+    if application.live.topology is not None:
+        live.setdefault("policy", PRESETS[application.live.topology].pool.policy)
     settings = dict(additional_config["orthrus"])
     return {**additional_config, "orthrus": {**settings, "live": {**settings["live"], **live}}}
 

@@ -5,11 +5,9 @@ Leaves out how load is measured (`ledger.py`) and which replicas may serve a req
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
-from orthrus_serve.types import ReplicaId
+from orthrus_serve.types import ReplicaId, RouterRule
 
-RouterRule = Literal["least_remaining_tokens", "power_of_two", "round_robin"]
 Loads = Mapping[ReplicaId, int]
 
 

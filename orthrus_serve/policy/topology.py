@@ -7,8 +7,9 @@ Pure data and its expansion. Leaves out Ray (`app.py` turns pools into deploymen
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orthrus_serve.policy.replica_choice import RouterRule
-from orthrus_serve.types import PolicyName, RequestKind
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.types import PolicyName, RequestKind, RouterRule, TopologyName
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Topology:
-    """A whole application: its pools, its Fronts, and the router's rule."""
+    """A whole application: its pools, its Fronts, and the router's rule. `split` None: every replica serves its pool's kinds;
+    otherwise each has one role, which the router gives it."""
 
-    name: PolicyName
+    name: TopologyName
     pools: tuple[Pool, ...]
     num_fronts: int
     router_rule: RouterRule
+    split: Split | None = None
 
     @property
     def num_gpus(self) -> float:
@@ -52,18 +55,22 @@ class Preset:
 
     pool: PoolPreset
     router_rule: RouterRule
+    is_split: bool = False
 
 
-def _mixed(policy: PolicyName) -> Preset:
-    """Every replica serves both kinds. All three share the router's rule, so that a comparison varies one thing only."""
+def _preset(policy: PolicyName, *, is_split: bool = False) -> Preset:
+    """All engines are alike, so that these topologies are switched live; all share the router's rule, so that a comparison
+    varies one thing only."""
     pool = PoolPreset(name="Engine", kinds=("generate", "embed"), policy=policy)
-    return Preset(pool=pool, router_rule="least_remaining_tokens")
+    return Preset(pool=pool, router_rule="least_remaining_tokens", is_split=is_split)
 
 
-PRESETS: Mapping[PolicyName, Preset] = {
-    "orthrus": _mixed("orthrus"),
-    "hetero_fcfs": _mixed("hetero_fcfs"),
-    "unified_homo": _mixed("unified_homo"),
+PRESETS: Mapping[TopologyName, Preset] = {
+    "orthrus": _preset("orthrus"),
+    "hetero_fcfs": _preset("hetero_fcfs"),
+    "unified_homo": _preset("unified_homo"),
+    # With one kind per replica, arrival order is what a stock engine does.
+    "dedicated": _preset("hetero_fcfs", is_split=True),
 }
 
 STEP_HOLDS: Mapping[PolicyName, str] = {
@@ -80,9 +87,24 @@ RULE_SAYS: Mapping[RouterRule, str] = {
 
 
 def expand(
-    name: PolicyName, *, num_replicas: int, num_gpus_per_replica: float = 1.0, num_fronts: int | None = None
+    name: TopologyName,
+    *,
+    num_replicas: int,
+    num_gpus_per_replica: float = 1.0,
+    num_fronts: int | None = None,
+    split: Split | None = None,
+    router_rule: RouterRule | None = None,
 ) -> Topology:
-    """The topology of that name for so many engine replicas; `num_fronts` None means one for every two of them."""
+    """The topology of that name for so many engine replicas.
+
+    Args:
+        num_fronts: None means one for every two engine replicas.
+        split: embedding to generating replicas, for `dedicated`; None means one to all others.
+        router_rule: None means the topology's own.
+
+    Raises:
+        ConfigError: the topology cannot be had with so many replicas.
+    """
     preset = PRESETS[name]
     pool = Pool(
         name=preset.pool.name,
@@ -92,7 +114,28 @@ def expand(
         policy=preset.pool.policy,
     )
     fronts = (num_replicas + 1) // 2 if num_fronts is None else num_fronts
-    return Topology(name=name, pools=(pool,), num_fronts=fronts, router_rule=preset.router_rule)
+    return Topology(
+        name=name,
+        pools=(pool,),
+        num_fronts=fronts,
+        router_rule=router_rule or preset.router_rule,
+        split=split_for(name, num_replicas, split),
+    )
+
+
+def split_for(name: TopologyName, num_replicas: int, split: Split | None = None) -> Split | None:
+    """The roles under that topology: None when every replica serves both kinds.
+
+    Raises:
+        ConfigError: roles cannot be given to so few replicas.
+    """
+    if not PRESETS[name].is_split:
+        return None
+    if num_replicas < 2:
+        raise ConfigError(
+            f"topology {name!r} needs at least 2 replicas, one that embeds and one that generates; there is {num_replicas}"
+        )
+    return split or Split(embed=1, generate=num_replicas - 1)
 
 
 def describe(topology: Topology) -> list[str]:
@@ -104,11 +147,19 @@ def describe(topology: Topology) -> list[str]:
     ]
     for pool in topology.pools:
         gpus = f"{_count(pool.num_gpus_per_replica, 'GPU')} each" if pool.num_gpus_per_replica else "on CPU"
-        kinds = " and ".join(pool.kinds)
-        lines.append(f"pool         {pool.name}: {_count(pool.num_replicas, 'replica')}, {gpus}, serving {kinds}")
+        lines.append(
+            f"pool         {pool.name}: {_count(pool.num_replicas, 'replica')}, {gpus}, {_serving(pool, topology)}"
+        )
         lines.append(f"policy       {pool.policy}: a step holds {STEP_HOLDS[pool.policy]}")
     lines.append(f"router rule  {topology.router_rule}: {RULE_SAYS[topology.router_rule]}")
     return lines
+
+
+def _serving(pool: Pool, topology: Topology) -> str:
+    if topology.split is None:
+        return f"serving {' and '.join(pool.kinds)}"
+    num_embed = topology.split.num_embed(pool.num_replicas)
+    return f"{num_embed} serving embed and {pool.num_replicas - num_embed} serving generate"
 
 
 def _count(number: float, noun: str) -> str:

@@ -16,13 +16,13 @@ from typing_extensions import override
 from orthrus_serve.policy.step_plan import LANES, Lane
 from orthrus_serve.telemetry import catalog
 from orthrus_serve.telemetry.catalog import LABEL_VALUES, Metric, Outcome
-from orthrus_serve.types import PolicyName, RequestKind
+from orthrus_serve.types import RequestKind, TopologyName
 
 
 class FrontMetrics:
     """What one Front counts of the requests it answers."""
 
-    def __init__(self, topology: PolicyName) -> None:
+    def __init__(self, topology: TopologyName) -> None:
         self._topology = topology
         self._registry = CollectorRegistry()
         ended, took, open_now = catalog.REQUESTS, catalog.REQUEST_DURATION, catalog.IN_FLIGHT
@@ -62,7 +62,7 @@ def outcome_of(status: int | None, *, is_cut: bool = False, has_left: bool = Fal
 class EngineReportCollector(Collector):
     """The engine's counts, read from its core's last report whenever somebody asks."""
 
-    def __init__(self, topology: PolicyName, last_report: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, topology: TopologyName, last_report: Callable[[], Mapping[str, Any]]) -> None:
         self._topology = topology
         self._last_report = last_report
 

@@ -9,11 +9,10 @@ import asyncio
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from typing_extensions import override
 
-from orthrus_serve.policy.replica_choice import RouterRule
 from orthrus_serve.policy.routed_request import routed_request
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
-from orthrus_serve.types import ReplicaId
+from orthrus_serve.types import ReplicaId, RouterRule
 
 
 class RemainingTokenRouter(RequestRouter):

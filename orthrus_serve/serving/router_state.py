@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.policy.ledger import TokenLoadLedger
-from orthrus_serve.policy.replica_choice import RouterRule, choose_replica
+from orthrus_serve.policy.replica_choice import choose_replica
 from orthrus_serve.policy.routed_request import RoutedRequest
-from orthrus_serve.types import ReplicaId, RequestId
+from orthrus_serve.types import ReplicaId, RequestId, RouterRule
 
 
 class NoReplicaError(OrthrusError):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from orthrus_serve.types import PolicyName, RequestKind
+from orthrus_serve.types import PolicyName, RequestKind, TopologyName
 
 MetricKind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["steps", "tokens", "requests", "seconds", "info"]
@@ -40,7 +40,7 @@ LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "outcome": get_args(Outcome),
     "part": get_args(StepPart),
     "policy": get_args(PolicyName),
-    "topology": get_args(PolicyName),
+    "topology": get_args(TopologyName),
 }
 
 STEPS = Metric("orthrus_engine_steps_total", "counter", "steps", ("topology",), "Steps (forward passes) run.")

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from orthrus_serve.config.load import read_serve_file
-from orthrus_serve.types import PolicyName
+from orthrus_serve.types import TopologyName
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-TOPOLOGIES = typing.get_args(PolicyName)
+TOPOLOGIES = typing.get_args(TopologyName)
 
 
 def raw(name: str) -> dict[str, Any]:
@@ -33,11 +33,19 @@ def test_every_topology_has_its_file_for_gpus_and_for_cpu(prefix, topology):
     assert (application.args.num_gpus_per_replica == 0) == (prefix == "cpu-")
 
 
+# What else a file says, beside its topology: on CPU `dedicated` is the one that needs a second engine.
+BESIDE: dict[str, dict[str, Any]] = {
+    "dedicated.yaml": {"dedicated": {"embed": 1, "generate": 3}},
+    "cpu-dedicated.yaml": {"dedicated": {"embed": 1, "generate": 1}, "num_replicas": 2},
+}
+
+
 @pytest.mark.parametrize(("base", "prefix"), [("orthrus.yaml", ""), ("cpu.yaml", "cpu-")])
 def test_twins_differ_in_the_topology_only(base, prefix):
     for topology in TOPOLOGIES[1:]:
-        twin, expected = raw(f"{prefix}{topology}.yaml"), raw(base)
-        expected["applications"][0]["args"]["topology"] = topology
+        name = f"{prefix}{topology}.yaml"
+        twin, expected = raw(name), raw(base)
+        expected["applications"][0]["args"] |= {"topology": topology, **BESIDE.get(name, {})}
         assert twin == expected
 
 

@@ -121,6 +121,23 @@ def test_all_mistakes_in_args_are_told_at_once():
     ("path", "value", "expected"),
     [
         ((*ARG, "topology"), ABSENT, "applications[0].args.topology: missing"),
+        ((*ARG, "topology"), "dedicated", "args.num_replicas: topology dedicated needs at least 2"),
+        (
+            (*ARG, "dedicated"),
+            {"embed": 0, "generate": 1},
+            "args.dedicated.embed: must be at least 1, got the number 0",
+        ),
+        ((*ARG, "router"), {"rule": "round-robin"}, "got the text 'round-robin'; did you mean 'round_robin'?"),
+        (
+            (*APP, "deployments"),
+            [{"name": "Front", "user_config": {"topology": "dedicated"}}],
+            "dedicated needs args.num",
+        ),
+        (
+            (*APP, "deployments"),
+            [{"name": "Front", "user_config": {"rul": 1}}],
+            "deployments[0].user_config.rul: unknown",
+        ),
         ((*ARG, "topology"), "orthus", "got the text 'orthus'; did you mean 'orthrus'?"),
         ((*ARG, "num_replicas"), True, "num_replicas: must be a whole number, got true"),
         ((*ARG, "num_replicas"), "2", "num_replicas: must be a whole number, got the text '2'"),

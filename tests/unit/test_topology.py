@@ -4,11 +4,13 @@ import typing
 
 import pytest
 
-from orthrus_serve.policy.topology import PRESETS, RULE_SAYS, STEP_HOLDS, describe, expand
-from orthrus_serve.types import PolicyName
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.policy.topology import PRESETS, RULE_SAYS, STEP_HOLDS, describe, expand, split_for
+from orthrus_serve.types import PolicyName, RouterRule, TopologyName
 
 
-@pytest.mark.parametrize("name", typing.get_args(PolicyName))
+@pytest.mark.parametrize("name", typing.get_args(TopologyName))
 def test_every_topology_has_a_preset_and_a_description(name):
     topology = expand(name, num_replicas=4)
     text = "\n".join(describe(topology))
@@ -17,11 +19,37 @@ def test_every_topology_has_a_preset_and_a_description(name):
     assert RULE_SAYS[topology.router_rule] in text
 
 
-def test_the_mixed_topologies_differ_in_the_scheduler_policy_only():
+def test_every_rule_is_described():
+    assert set(RULE_SAYS) == set(typing.get_args(RouterRule))
+
+
+def test_topologies_that_are_switched_live_differ_in_policy_and_roles_only():
     pools = {name: expand(name, num_replicas=4).pools for name in PRESETS}
-    assert {name: pool.policy for name, (pool,) in pools.items()} == {name: name for name in PRESETS}
+    mixed = typing.get_args(PolicyName)
+    assert {name: pool.policy for name, (pool,) in pools.items()} == {
+        **{name: name for name in mixed},
+        "dedicated": "hetero_fcfs",
+    }
     assert len({(pool.name, pool.num_replicas, pool.kinds) for (pool,) in pools.values()}) == 1
     assert len({expand(name, num_replicas=4).router_rule for name in PRESETS}) == 1
+    assert {name: expand(name, num_replicas=4).split for name in mixed} == dict.fromkeys(mixed)
+
+
+def test_dedicated_gives_one_replica_to_embeddings_unless_told_otherwise():
+    assert expand("dedicated", num_replicas=4).split == Split(1, 3)
+    assert expand("dedicated", num_replicas=8, split=Split(1, 1)).split == Split(1, 1)
+    (line,) = [line for line in describe(expand("dedicated", num_replicas=8, split=Split(1, 3))) if "pool" in line]
+    assert line.endswith("8 replicas, 1 GPU each, 2 serving embed and 6 serving generate")
+
+
+def test_one_replica_cannot_be_dedicated():
+    with pytest.raises(ConfigError, match="topology 'dedicated' needs at least 2 replicas.*there is 1"):
+        expand("dedicated", num_replicas=1)
+    assert split_for("orthrus", 1, Split(1, 3)) is None
+
+
+def test_the_rule_can_be_given():
+    assert expand("orthrus", num_replicas=2, router_rule="round_robin").router_rule == "round_robin"
 
 
 @pytest.mark.parametrize(("num_replicas", "num_fronts"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 4)])
