@@ -15,6 +15,9 @@ import torch
 from typing_extensions import override
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
+from orthrus_serve.engine.lora_expand import PartwiseExpandMixin
+from orthrus_serve.engine.transfer import to_device
+
 
 @dataclass(frozen=True)
 class RowTables:
@@ -65,8 +68,8 @@ def row_tables(slots: np.ndarray, max_loras: int) -> RowTables:
     return RowTables(slots, order, active, counts, starts, len(found))
 
 
-class HostSortedPunicaWrapperGPU(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  marked final for no stated reason
-    """vLLM's CUDA wrapper whose metadata never waits for the GPU."""
+class HostSortedPunicaWrapperGPU(PartwiseExpandMixin, PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  final
+    """vLLM's CUDA wrapper whose metadata never waits for the GPU, and whose second product goes part by part."""
 
     @override
     def update_metadata(
@@ -109,15 +112,8 @@ class HostSortedPunicaWrapperGPU(PunicaWrapperGPU):  # pyright: ignore[reportGen
 
     @staticmethod
     def _send(rows: list[tuple[torch.Tensor, np.ndarray]]) -> None:
-        """Copies each array to the beginning of its tensor: one pinned block to the device, then parts of it within."""
+        """Copies each array to the beginning of its tensor: one block to the device, then parts of it within."""
         target = rows[0][0]
-        whole = torch.empty(
-            sum(len(values) for _, values in rows), dtype=target.dtype, pin_memory=target.device.type == "cuda"
-        )
-        np.concatenate([values for _, values in rows], out=whole.numpy(), casting="same_kind")
-        # The block may be freed at once: PyTorch gives pinned memory out again only when copies from it are done.
-        sent = whole.to(target.device, non_blocking=True)
-        first = 0
-        for tensor, values in rows:
-            tensor[: len(values)].copy_(sent[first : first + len(values)])
-            first += len(values)
+        parts = to_device([values for _, values in rows], target.device, target.dtype)
+        for (tensor, values), part in zip(rows, parts, strict=True):
+            tensor[: len(values)].copy_(part)

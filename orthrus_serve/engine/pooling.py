@@ -1,7 +1,8 @@
 """Progressive pooling: consumes hidden states chunk by chunk and keeps O(hidden size) per request.
 
-One gather, one segment reduction and one finish per step for all rows, whatever their pooling; no host synchronisation. Knows
-torch and nothing of vLLM. Leaves out where rows come from (`runner.py`) and when the result is copied to the host.
+One gather, one segment reduction and one finish per step for all rows, whatever their pooling; what they look up goes to the
+device as one block, and the host waits for nothing. Knows torch and nothing of vLLM. Leaves out where rows come from
+(`runner.py`) and when the result is copied to the host.
 
 A chunk of positions [start, end) of an input of n tokens, hidden size d:
 
@@ -21,6 +22,7 @@ import torch
 
 from orthrus_serve.engine.pooling_head import DenseHead
 from orthrus_serve.engine.settings import HeadSettings, PoolingSpec
+from orthrus_serve.engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,23 @@ class ProgressivePooler:
         advanced = [(self._progress[chunk.request_id], chunk) for chunk in chunks]
         for progress, chunk in advanced:
             self._advance(progress, chunk)
-        self._keep_single_rows(hidden, advanced)
-        self._add_sums(hidden, advanced)
-        self._keep_all_rows(hidden, advanced)
-        return self._finish([(p, c.request_id) for p, c in advanced if c.end >= p.num_tokens])
+        done = [(p, c.request_id) for p, c in advanced if c.end >= p.num_tokens]
+        sizes = [self._vector_size(p, hidden.shape[-1]) for p, _ in done]
+        dimensions = [0 if p.broken else min(p.spec.dimensions or n, n) for (p, _), n in zip(done, sizes, strict=True)]
+        looked_up = [*_kept_rows(advanced), *_summed_rows(advanced), *_finished_rows(done, dimensions)]
+        keep_slots, keep_rows, fresh, slots, lengths, rows, weights, done_slots, totals, cuts, flags = to_device(
+            looked_up, hidden.device
+        )
+        self._keep_single_rows(hidden, keep_slots, keep_rows)
+        self._add_sums(hidden, fresh, slots, lengths, rows, weights)
+        for progress, chunk in advanced:
+            if progress.spec.pooling == "all":
+                progress.states.append(hidden[chunk.first_row : chunk.last_row].clone())
+        if not done:
+            return None
+        vectors = self._finish(done_slots, totals, [p for p, _ in done], max(sizes))
+        _normalize_(vectors, dimensions, [p.spec.normalize for p, _ in done], cuts, flags)
+        return FinishedVectors(tuple(request_id for _, request_id in done), tuple(dimensions), vectors)
 
     @staticmethod
     def _advance(progress: _Progress, chunk: ChunkRows) -> None:
@@ -142,71 +157,49 @@ class ProgressivePooler:
             progress.broken = True  # a gap: the vector would be wrong, so there will be none
         progress.next_position = chunk.end
 
-    def _keep_single_rows(self, hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
-        slots, rows = [], []
-        for progress, chunk in advanced:
-            if progress.spec.pooling == "last" and chunk.end >= progress.num_tokens:
-                slots.append(progress.slot)
-                rows.append(chunk.first_row + progress.num_tokens - 1 - chunk.start)
-            elif progress.spec.pooling == "cls" and chunk.start == 0:
-                slots.append(progress.slot)
-                rows.append(chunk.first_row)
-        if slots:
-            assert self._sums is not None
-            kept = hidden.index_select(0, _index(rows, hidden.device)).float()
-            self._sums.index_copy_(0, _index(slots, hidden.device), kept)
+    def _vector_size(self, progress: _Progress, hidden_size: int) -> int:
+        return hidden_size if progress.spec.head is None else self._heads[progress.spec.head].size
 
-    def _add_sums(self, hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
-        summed = [(p, c) for p, c in advanced if p.spec.pooling in ("mean", "weighted_mean")]
-        if not summed:
+    def _keep_single_rows(self, hidden: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        if len(slots):
+            assert self._sums is not None
+            self._sums.index_copy_(0, slots, hidden.index_select(0, rows).float())
+
+    def _add_sums(
+        self,
+        hidden: torch.Tensor,
+        fresh: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        if not len(slots):
             return
         assert self._sums is not None
-        device = hidden.device
-        fresh = [p.slot for p, c in summed if c.start == 0]
-        if fresh:
-            self._sums.index_fill_(0, _index(fresh, device), 0.0)
-        rows = np.concatenate([np.arange(c.first_row, c.last_row) for _, c in summed])
-        weights = np.concatenate([_weights(p.spec, c) for p, c in summed])
-        lengths = _index([c.last_row - c.first_row for _, c in summed], device)
-        states = hidden.index_select(0, _index(rows, device)).float()
-        states.mul_(torch.from_numpy(weights).to(device, non_blocking=True).unsqueeze(1))
-        # segment_reduce, not index_add_ over rows: its order of summation is fixed, so vectors repeat to the bit.
-        sums = torch.segment_reduce(states, "sum", lengths=lengths, axis=0)
-        self._sums.index_add_(0, _index([p.slot for p, _ in summed], device), sums)
+        if len(fresh):
+            self._sums.index_fill_(0, fresh, 0.0)
+        states = hidden.index_select(0, rows).float().mul_(weights.unsqueeze(1))
+        # segment_reduce, not index_add_ over rows: its order of summation is fixed, so vectors repeat to the bit. `unsafe`
+        # leaves out its checks of the lengths, for which the host waits.
+        sums = torch.segment_reduce(states, "sum", lengths=lengths, axis=0, unsafe=True)
+        self._sums.index_add_(0, slots, sums)
 
-    @staticmethod
-    def _keep_all_rows(hidden: torch.Tensor, advanced: Sequence[tuple[_Progress, ChunkRows]]) -> None:
-        for progress, chunk in advanced:
-            if progress.spec.pooling == "all":
-                progress.states.append(hidden[chunk.first_row : chunk.last_row].clone())
-
-    def _finish(self, done: Sequence[tuple[_Progress, str]]) -> FinishedVectors | None:
-        if not done:
-            return None
+    def _finish(
+        self, slots: torch.Tensor, totals: torch.Tensor, done: Sequence[_Progress], longest: int
+    ) -> torch.Tensor:
+        """The vectors `[len(done), longest]` before normalisation; heads may make longer ones than the model."""
         assert self._sums is not None
-        device = self._sums.device
-        vectors = self._sums.index_select(0, _index([p.slot for p, _ in done], device))
-        scale = torch.tensor([1.0 / _total_weight(p.spec, p.num_tokens) for p, _ in done])
-        vectors.mul_(scale.to(device, non_blocking=True).unsqueeze(1))
-        vectors, sizes = self._with_heads(vectors, [p for p, _ in done])
-        dimensions = [0 if p.broken else min(p.spec.dimensions or n, n) for (p, _), n in zip(done, sizes, strict=True)]
-        _normalize_(vectors, dimensions, [p.spec.normalize for p, _ in done])
-        return FinishedVectors(tuple(request_id for _, request_id in done), tuple(dimensions), vectors)
-
-    def _with_heads(self, vectors: torch.Tensor, done: Sequence[_Progress]) -> tuple[torch.Tensor, list[int]]:
-        """Puts the vectors of heads into their rows, widened where a head makes longer ones. Returns each row's length too."""
-        sizes = [vectors.shape[1]] * len(done)
-        made: dict[int, torch.Tensor] = {}
+        vectors = self._sums.index_select(0, slots).mul_(totals.view(torch.float64).reciprocal().float().unsqueeze(1))
+        if longest > vectors.shape[1]:
+            vectors = torch.nn.functional.pad(vectors, (0, longest - vectors.shape[1]))
         for row, progress in enumerate(done):
             if progress.spec.pooling == "all" and not progress.broken:
                 assert progress.spec.head is not None
-                made[row] = self._heads[progress.spec.head](torch.cat(progress.states))
-                sizes[row] = made[row].shape[0]
-        if max(sizes, default=0) > vectors.shape[1]:
-            vectors = torch.nn.functional.pad(vectors, (0, max(sizes) - vectors.shape[1]))
-        for row, vector in made.items():
-            vectors[row, : vector.shape[0]] = vector
-        return vectors, sizes
+                vector = self._heads[progress.spec.head](torch.cat(progress.states))
+                vectors[row, : vector.shape[0]] = vector
+                vectors[row, vector.shape[0] :] = 0.0
+        return vectors
 
     def _grow(self) -> None:
         old = self._num_slots
@@ -216,14 +209,43 @@ class ProgressivePooler:
             self._sums = torch.cat([self._sums, torch.zeros_like(self._sums)])
 
 
-def _index(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(device, non_blocking=True)
+def _kept_rows(advanced: Sequence[tuple[_Progress, ChunkRows]]) -> tuple[np.ndarray, ...]:
+    """Slots, and rows of the hidden states to keep there: the last ones and first ones that come in this step."""
+    slots, rows = [], []
+    for progress, chunk in advanced:
+        if progress.spec.pooling == "last" and chunk.end >= progress.num_tokens:
+            slots.append(progress.slot)
+            rows.append(chunk.first_row + progress.num_tokens - 1 - chunk.start)
+        elif progress.spec.pooling == "cls" and chunk.start == 0:
+            slots.append(progress.slot)
+            rows.append(chunk.first_row)
+    return _int64(slots), _int64(rows)
+
+
+def _summed_rows(advanced: Sequence[tuple[_Progress, ChunkRows]]) -> tuple[np.ndarray, ...]:
+    """Slots that begin anew; slots to add to, how many rows each gets, these rows one after the other, and their weights."""
+    summed = [(p, c) for p, c in advanced if p.spec.pooling in ("mean", "weighted_mean")]
+    fresh = _int64([p.slot for p, c in summed if c.start == 0])
+    slots, lengths = _int64([p.slot for p, _ in summed]), _int64([c.last_row - c.first_row for _, c in summed])
+    rows = [np.arange(c.first_row, c.last_row, dtype=np.int64) for _, c in summed]
+    weights = [_weights(p.spec, c) for p, c in summed]
+    return fresh, slots, lengths, np.concatenate([_int64([]), *rows]), np.concatenate([_int64([]), *weights])
+
+
+def _finished_rows(done: Sequence[tuple[_Progress, str]], dimensions: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Slots of complete vectors, the total weight of each (float64 by its bits), its dimensions, whether it is normalised."""
+    totals = np.asarray([_total_weight(p.spec, p.num_tokens) for p, _ in done], dtype=np.float64).view(np.int64)
+    return _int64([p.slot for p, _ in done]), totals, _int64(dimensions), _int64([p.spec.normalize for p, _ in done])
+
+
+def _int64(values: Sequence[int]) -> np.ndarray:
+    return np.asarray(values, dtype=np.int64)
 
 
 def _weights(spec: PoolingSpec, chunk: ChunkRows) -> np.ndarray:
     if spec.pooling == "mean":
-        return np.ones(chunk.last_row - chunk.first_row, dtype=np.float32)
-    return np.arange(chunk.start + 1, chunk.end + 1, dtype=np.float32)
+        return np.ones(chunk.last_row - chunk.first_row, dtype=np.int64)
+    return np.arange(chunk.start + 1, chunk.end + 1, dtype=np.int64)
 
 
 def _total_weight(spec: PoolingSpec, num_tokens: int) -> float:
@@ -234,16 +256,25 @@ def _total_weight(spec: PoolingSpec, num_tokens: int) -> float:
     return 1.0
 
 
-def _normalize_(vectors: torch.Tensor, dimensions: Sequence[int], normalize: Sequence[bool]) -> None:
-    """Divides each row that asks for it by the L2 norm of its first `dimensions` entries, in place."""
+def _normalize_(
+    vectors: torch.Tensor,
+    dimensions: Sequence[int],
+    normalize: Sequence[bool],
+    cuts: torch.Tensor,
+    flags: torch.Tensor,
+) -> None:
+    """Divides each row that asks for it by the L2 norm of its first `dimensions` entries, in place.
+
+    `cuts` and `flags` are the same two lists on the device.
+    """
     if not any(normalize):
         return
-    size, device = vectors.shape[1], vectors.device
+    size = vectors.shape[1]
     counted = vectors
     if any(n < size for n in dimensions):
-        kept = torch.arange(size, device=device).unsqueeze(0) < _index(dimensions, device).unsqueeze(1)
+        kept = torch.arange(size, device=vectors.device).unsqueeze(0) < cuts.unsqueeze(1)
         counted = vectors * kept
     norms = torch.linalg.vector_norm(counted, dim=1, keepdim=True).clamp_min_(1e-12)
     if not all(normalize):
-        norms.masked_fill_(~torch.tensor(normalize, device=device).unsqueeze(1), 1.0)
+        norms.masked_fill_((flags == 0).unsqueeze(1), 1.0)
     vectors.div_(norms)

@@ -51,6 +51,11 @@ class DenseHead:
         self._activate = _ACTIVATIONS[settings.activation]
         self._reduce = _REDUCTIONS[settings.reduction]
 
+    @property
+    def size(self) -> int:
+        """Length of the vectors."""
+        return self._weight.shape[0]
+
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states `[n, hidden size]` → one fp32 vector `[out]`."""
         return self._reduce(self._activate(torch.nn.functional.linear(states.float(), self._weight, self._bias)))

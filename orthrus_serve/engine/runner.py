@@ -6,7 +6,7 @@ vector attached to the output. Leaves out scheduling and everything that a reque
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from orthrus_serve.engine.lora_check import require_bound
 from orthrus_serve.engine.pooling import ChunkRows, FinishedVectors, ProgressivePooler
 from orthrus_serve.engine.settings import EngineSettings
+from orthrus_serve.engine.transfer import HostCopy
 from orthrus_serve.engine.vllm_compat import SchedulerOutput
 from orthrus_serve.engine.vllm_fixes import unfinished_prompts_without_seeds
 
@@ -27,6 +28,27 @@ _NO_FRONT = (
     "an embedding arrived that no Orthrus front half prepared: start `vllm serve` with the --middleware option that "
     "`orthrus-serve vllm-args` prints, or give PoolingParams.extra_kwargs a 'pooling'"
 )
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The embedding rows of a step, and the vectors it completed, on their way to the host.
+
+    Args:
+        ids: every embedding request with rows in the step.
+        finished: the vectors that are complete; None when there are none, and then `copy` is None too.
+        copy: the copy of these vectors.
+    """
+
+    ids: Sequence[str]
+    finished: FinishedVectors | None
+    copy: HostCopy | None
+
+    def attach_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Waits for the copy; then drops the rows' sampled tokens and attaches the vectors. Changes and returns `output`."""
+        vectors = self.finished.on_host(self.copy.wait()) if self.finished and self.copy else {}
+        return attach_vectors(output, self.ids, vectors)
+
 
 Rows = tuple[torch.Tensor | None, Sequence[str], Sequence[int]]
 
@@ -42,12 +64,16 @@ class MixedRunnerMixin:
         super().__init__(*args, **kwargs)
         self.settings = EngineSettings.from_additional_config(self.vllm_config.additional_config)
         self.pooler_progress = ProgressivePooler(self.vllm_config.scheduler_config.max_num_seqs)
-        self._embedded: tuple[list[str], FinishedVectors | None] | None = None
+        self._embedded: Embedded | None = None
 
     def _rows(self) -> Rows:
         """Hidden states `[rows, d]` of the forward just done (None on all but the last pipeline rank), the request ids in
         batch order, and the first row of each request followed by the row after the last."""
         raise NotImplementedError
+
+    def _copy_stream(self) -> Any:
+        """The CUDA stream on which the runner copies its outputs to the host; None where there is none."""
+        return None
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         tasks = tuple(super().get_supported_tasks())  # pyright: ignore[reportAttributeAccessIssue]
@@ -74,7 +100,7 @@ class MixedRunnerMixin:
         if output is None and len(self.pooler_progress) and self.execute_model_state is not None:
             ids = [rid for rid in scheduler_output.num_scheduled_tokens if rid in self.pooler_progress]
             if ids:
-                self._embedded = (ids, self._pool(scheduler_output, ids))
+                self._embedded = self._pool(scheduler_output, ids)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -83,11 +109,10 @@ class MixedRunnerMixin:
         if embedded is None or output is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return MixedAsyncOutput(output, *embedded)
+            return MixedAsyncOutput(output, embedded)
         if not output.req_ids:  # not the last pipeline rank: nothing was sampled here
             return output
-        ids, finished = embedded
-        return attach_vectors(output, ids, finished.on_host(finished.vectors.cpu()) if finished else {})
+        return embedded.attach_to(output)
 
     def _masquerade(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Begins and forgets pooling states, and shows the parent runner one-token generations instead of embeddings.
@@ -112,10 +137,10 @@ class MixedRunnerMixin:
         return replace(scheduler_output, scheduled_new_reqs=new_requests)
 
     @torch.inference_mode()
-    def _pool(self, scheduler_output: SchedulerOutput, ids: list[str]) -> FinishedVectors | None:
+    def _pool(self, scheduler_output: SchedulerOutput, ids: list[str]) -> Embedded:
         hidden, order, first_rows = self._rows()
         if hidden is None:
-            return None
+            return Embedded(ids, None, None)
         starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -123,30 +148,20 @@ class MixedRunnerMixin:
         chunks = [
             ChunkRows(rid, int(first_rows[place[rid]]), int(first_rows[place[rid] + 1]), starts[rid]) for rid in ids
         ]
-        return self.pooler_progress.step(hidden, chunks)
+        finished = self.pooler_progress.step(hidden, chunks)
+        return Embedded(ids, finished, HostCopy(finished.vectors, self._copy_stream()) if finished else None)
 
 
 class MixedAsyncOutput(AsyncModelRunnerOutput):
     """An output that is still being computed (async scheduling), with the vectors on their way to the host beside it."""
 
-    def __init__(self, inner: AsyncModelRunnerOutput, ids: list[str], finished: FinishedVectors | None) -> None:
+    def __init__(self, inner: AsyncModelRunnerOutput, embedded: Embedded) -> None:
         self._inner = inner
-        self._ids = ids
-        self._finished = finished
-        self._vectors = finished.vectors.to("cpu", non_blocking=True) if finished else None
-        self._copied: Any = None
-        if finished is not None and finished.vectors.is_cuda:
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
+        self._embedded = embedded
 
     @override
     def get_output(self) -> ModelRunnerOutput:
-        output = self._inner.get_output()
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._finished is None or self._vectors is None:
-            return attach_vectors(output, self._ids, {})
-        return attach_vectors(output, self._ids, self._finished.on_host(self._vectors))
+        return self._embedded.attach_to(self._inner.get_output())
 
 
 def attach_vectors(
@@ -183,6 +198,12 @@ class _V1Rows(MixedRunnerMixin):
 
 
 class _V2Rows(MixedRunnerMixin):
+    output_copy_stream: Any
+
+    @override
+    def _copy_stream(self) -> Any:
+        return self.output_copy_stream
+
     @override
     def _rows(self) -> Rows:
         batch = self.execute_model_state.input_batch

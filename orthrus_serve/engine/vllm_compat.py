@@ -189,6 +189,7 @@ V2_RUNNER_HOOKS: tuple[Hook | Uses, ...] = (
     Hook(f"{_V2_RUNNER}:GPUModelRunner", "execute_model", ("scheduler_output",), "rows enter here"),
     Hook(f"{_V2_RUNNER}:GPUModelRunner", "sample_tokens", ("grammar_output",), "rows leave here"),
     Uses(f"{_V2_RUNNER}:GPUModelRunner", _ROWS, "rows are found by it"),
+    Uses(f"{_V2_RUNNER}:GPUModelRunner", ("output_copy_stream",), "vectors leave by it"),
     Uses(f"{_V2_RUNNER}:ExecuteModelState", ("hidden_states", "input_batch"), "rows are found by it"),
     Uses("vllm.v1.worker.gpu.input_batch:InputBatch", ("req_ids", "query_start_loc_np"), "rows are found by it"),
 )

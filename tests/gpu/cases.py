@@ -45,6 +45,7 @@ def tiny(folder: Path, options: argparse.Namespace) -> Result:
     expected = [stock.tokens(f"g{i}") for i in range(len(prompts))]
     stock.close()
     engine = engine_on_device(model, folder / "steps", on_cpu=options.on_cpu, **common)
+    pooled_steps = _refuse_waiting(engine, on_cpu=options.on_cpu)
     rows = []
     for policy in ("orthrus", "hetero_fcfs", "unified_homo"):
         for budget in (40, 64, 256, 2048):
@@ -67,6 +68,7 @@ def tiny(folder: Path, options: argparse.Namespace) -> Result:
     engine.run()
     return {
         "rows": rows,
+        "pooled_steps": len(pooled_steps),
         "leaks": engine.leaks(),
         "totals": engine.totals(),
         "runner": str(type(engine.runner).__mro__[2]),
@@ -185,6 +187,24 @@ def _bench(engine: Engine, options: argparse.Namespace, vocabulary: int) -> list
         sys.stdout.write(json.dumps(rows[-1]) + "\n")
         sys.stdout.flush()
     return rows
+
+
+def _refuse_waiting(engine: Engine, *, on_cpu: bool) -> list[int]:
+    """CUDA now refuses whatever would make the host wait for it while a step is pooled. Gains an entry per such step."""
+    pool, steps = engine.runner._pool, []
+
+    def pool_without_waiting(*args: Any) -> Any:
+        steps.append(len(steps))
+        if on_cpu:
+            return pool(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return pool(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine.runner._pool = pool_without_waiting
+    return steps
 
 
 def _run_with_preemptions(engine: Engine, every: int) -> None:
