@@ -53,6 +53,8 @@ if current_platform.is_cuda() or TYPE_CHECKING:
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.v1.worker.gpu_worker import Worker
 
+    from orthrus_serve.engine.lora_expand import use_tuned_configs
+
     verify_hooks(CUDA_HOOKS)
     _HOST_SORTED_LORA = "orthrus_serve.engine.gpu_lora.HostSortedPunicaWrapperGPU"
 
@@ -69,6 +71,7 @@ if current_platform.is_cuda() or TYPE_CHECKING:
 
         @override
         def load_model(self, **kwargs: Any) -> None:
+            use_tuned_configs(current_platform.get_device_name())
             stock = CudaPlatformBase.__dict__["get_punica_wrapper"]
             CudaPlatformBase.get_punica_wrapper = classmethod(lambda _: _HOST_SORTED_LORA)  # pyright: ignore
             try:

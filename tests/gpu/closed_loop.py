@@ -36,8 +36,12 @@ class ClosedLoop:
         engine.finish_order.clear()
 
     def run(self, load: Load, settings: dict[str, Any]) -> dict[str, Any]:
-        """One arm: switches the settings, warms up, measures, drains. Returns rates, percentiles and step fill."""
-        refused = self._engine.scheduler.answer("set", settings)["refused"]
+        """One arm: switches the settings, warms up, measures, drains. Returns rates, percentiles and step fill.
+
+        Empty `settings` mean a stock engine: nothing is switched, and rates and percentiles are all that is known.
+        """
+        is_stock = not settings
+        refused = None if is_stock else self._engine.scheduler.answer("set", settings)["refused"]
         if refused:
             raise ValueError(refused)
         rngs = [random.Random(self._count * 7919 + i) for i in range(load.clients)]
@@ -49,7 +53,7 @@ class ClosedLoop:
         before: dict[str, float] | None = None
         while (now_s := time.perf_counter() - start_s) < load.warm_s + load.measured_s:
             if before is None and now_s >= load.warm_s:
-                before, window_s = self._engine.totals(), time.perf_counter()
+                before, window_s = {} if is_stock else self._engine.totals(), time.perf_counter()
                 ended.clear()
             self._engine.step()
             for request_id in self._engine.finish_order:
@@ -77,18 +81,9 @@ class ClosedLoop:
             self._engine.generate(request_id, prompt, load.output_tokens, temperature=0.7)
 
     def _summary(self, ended: list[tuple[str, float]], before: dict[str, float], window_s: float) -> dict[str, Any]:
-        after = self._engine.totals()
-        delta = {name: after[name] - before[name] for name in after}
-        scheduled = delta["decode_tokens"] + delta["prefill_tokens"] + delta["embed_tokens"]
-        result: dict[str, Any] = {
-            "window_s": round(window_s, 2),
-            "fill": round(scheduled / max(1, delta["budget_tokens"]), 4),
-            "wasted": round(delta["wasted_tokens"] / max(1, delta["budget_tokens"]), 4),
-            "mixed_steps": round(delta["mixed_steps"] / max(1, delta["steps"]), 4),
-            "step_ms": round(1e3 * window_s / max(1, delta["steps"]), 2),
-            "tokens_per_s": round(scheduled / window_s),
-            "preemptions": delta["preemptions"],
-        }
+        result: dict[str, Any] = {"window_s": round(window_s, 2)} | (
+            _steps(before, self._engine, window_s) if before else {}
+        )
         for kind in ("embed", "generate"):
             latencies = sorted(latency for k, latency in ended if k == kind)
             result[f"{kind}_per_s"] = round(len(latencies) / window_s, 2)
@@ -96,3 +91,18 @@ class ClosedLoop:
                 result[f"{kind}_p50_s"] = round(statistics.median(latencies), 3)
                 result[f"{kind}_p99_s"] = round(latencies[int(0.99 * (len(latencies) - 1))], 3)
         return result
+
+
+def _steps(before: dict[str, float], engine: Engine, window_s: float) -> dict[str, Any]:
+    """What the engine's steps held since `before`."""
+    after = engine.totals()
+    delta = {name: after[name] - before[name] for name in after}
+    scheduled = delta["decode_tokens"] + delta["prefill_tokens"] + delta["embed_tokens"]
+    return {
+        "fill": round(scheduled / max(1, delta["budget_tokens"]), 4),
+        "wasted": round(delta["wasted_tokens"] / max(1, delta["budget_tokens"]), 4),
+        "mixed_steps": round(delta["mixed_steps"] / max(1, delta["steps"]), 4),
+        "step_ms": round(1e3 * window_s / max(1, delta["steps"]), 2),
+        "tokens_per_s": round(scheduled / window_s),
+        "preemptions": delta["preemptions"],
+    }

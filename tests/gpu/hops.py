@@ -18,9 +18,9 @@ from tests.gpu.engines import token_ids
 class HopLoad:
     """Shapes in tokens. `documents` 0 embeds the query only; `seconds` is the measured window."""
 
-    sessions: int = 128
-    warm_s: float = 15.0
-    seconds: float = 45.0
+    sessions: int = 320
+    warm_s: float = 14.0
+    seconds: float = 32.0
     hops: int = 3
     query: int = 60
     prompt: int = 500
@@ -33,13 +33,14 @@ class HopLoad:
 class _Session:
     rng: random.Random
     began_s: float
+    hop_began_s: float = 0.0
     hop: int = 0
     open_ids: set[str] = field(default_factory=set)
     stage: str = "embed"
 
 
 def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
-    """Runs the sessions; sessions per second, their latency, and step fill, within the measured window."""
+    """Runs the sessions; sessions and hops per second, the latency of a hop, and step fill, in the measured window."""
     begin_s = time.perf_counter()
     sessions = [_Session(random.Random(i), begin_s) for i in range(load.sessions)]
     owner: dict[str, _Session] = {}
@@ -59,6 +60,7 @@ def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
 
     def embed(session: _Session) -> None:
         session.stage = "embed"
+        session.hop_began_s = time.perf_counter()
         send(session, "embed", load.query)
         for _ in range(load.documents):
             send(session, "embed", load.document)
@@ -67,11 +69,13 @@ def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
         session.hop = index % load.hops  # out of step from the start
         embed(session)
     ended: list[float] = []
+    hop_s: list[float] = []
     before: dict[str, float] | None = None
     while (now_s := time.perf_counter() - begin_s) < load.warm_s + load.seconds:
         if before is None and now_s >= load.warm_s:
             before, window_s = engine.totals(), time.perf_counter()
             ended.clear()
+            hop_s.clear()
         engine.step()
         for request_id in engine.finish_order:
             session = owner.pop(request_id)
@@ -83,6 +87,7 @@ def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
                 send(session, "generate", load.prompt)
                 continue
             session.hop += 1
+            hop_s.append(time.perf_counter() - session.hop_began_s)
             if session.hop == load.hops:
                 ended.append(time.perf_counter() - session.began_s)
                 session.hop, session.began_s = 0, time.perf_counter()
@@ -93,13 +98,14 @@ def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
     window_s = time.perf_counter() - window_s
     delta = {name: value - before[name] for name, value in engine.totals().items()}
     scheduled = delta["decode_tokens"] + delta["prefill_tokens"] + delta["embed_tokens"]
-    ended.sort()
+    hop_s.sort()
     return {
         **vars(load),
         "window_s": round(window_s, 2),
         "sessions_per_s": round(len(ended) / window_s, 3),
-        "p50_s": round(statistics.median(ended), 2) if ended else None,
-        "p99_s": round(ended[int(0.99 * (len(ended) - 1))], 2) if ended else None,
+        "hops_per_s": round(len(hop_s) / window_s, 2),
+        "hop_p50_s": round(statistics.median(hop_s), 2) if hop_s else None,
+        "hop_p99_s": round(hop_s[int(0.99 * (len(hop_s) - 1))], 2) if hop_s else None,
         "tokens_per_s": round(scheduled / window_s),
         "embed_tokens_per_s": round(delta["embed_tokens"] / window_s),
         "decode_tokens_per_s": round(delta["decode_tokens"] / window_s),

@@ -49,17 +49,14 @@ class Case:
         return str(len(self.sizes)), str(self.num_tokens), str(k), str(n)
 
 
-def cases(rank: int, sizes: tuple[int, ...], *, hidden: int, inner: int, keys: int) -> Iterator[Case]:
-    """Every LoRA call of one decoder layer, at each number of tokens."""
+def cases(ops: list[str], rank: int, sizes: tuple[int, ...], *, hidden: int, inner: int, keys: int) -> Iterator[Case]:
+    """Every LoRA call of one decoder layer, at each number of tokens. The second product goes part by part."""
+    packed = ((hidden, (hidden, keys, keys)), (hidden, (hidden,)), (hidden, (inner, inner)), (inner, (hidden,)))
     for num_tokens in sizes:
-        for width, outputs in (
-            (hidden, (hidden, keys, keys)),
-            (hidden, (hidden,)),
-            (hidden, (inner, inner)),
-            (inner, (hidden,)),
-        ):
-            yield Case("shrink", num_tokens, width, rank, outputs)
-            yield Case("expand", num_tokens, width, rank, outputs)
+        if "shrink" in ops:
+            yield from (Case("shrink", num_tokens, width, rank, outputs) for width, outputs in packed)
+        if "expand" in ops:
+            yield from (Case("expand", num_tokens, hidden, rank, (output,)) for output in (keys, hidden, inner))
 
 
 def settings(op: str, rank: int) -> Iterator[Config]:
@@ -74,7 +71,7 @@ def settings(op: str, rank: int) -> Iterator[Config]:
         return
     block_k = min(64, max(16, rank))
     for m, n, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (1, 2)):
-        if m * n <= 128 * 128:
+        if 1024 <= m * n <= 128 * 128:
             yield base | {"block_m": m, "block_n": n, "block_k": block_k, "num_warps": warps, "num_stages": stages}
 
 
@@ -167,11 +164,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="folder for the files")
     parser.add_argument("--ranks", type=int, nargs="*", default=[16])
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 512, 1024, 2048, 4096])
+    parser.add_argument("--ops", nargs="*", default=["shrink", "expand"])
     parser.add_argument("--compile", default=None, metavar="PART/PARTS", help="only compile this part of the settings")
     options = parser.parse_args()
     options.json.mkdir(parents=True, exist_ok=True)
     shape = {"hidden": 4096, "inner": 14336, "keys": 1024}
-    todo = [case for rank in options.ranks for case in cases(rank, tuple(options.sizes), **shape)]
+    todo = [case for rank in options.ranks for case in cases(options.ops, rank, tuple(options.sizes), **shape)]
     if options.compile:
         part, parts = map(int, options.compile.split("/"))
         for case in [c for c in todo if c.num_tokens == options.sizes[0]]:
@@ -184,7 +182,7 @@ def main() -> int:
         return 0
     parts = 12
     command = [sys.executable, "-m", "tests.gpu.lora_tuning", "--json", str(options.json)]
-    common = ["--ranks", *map(str, options.ranks), "--sizes", *map(str, options.sizes)]
+    common = ["--ranks", *map(str, options.ranks), "--sizes", *map(str, options.sizes), "--ops", *options.ops]
     compilers = [subprocess.Popen([*command, *common, "--compile", f"{part}/{parts}"]) for part in range(parts)]
     for compiler in compilers:
         compiler.wait()
@@ -195,7 +193,8 @@ def main() -> int:
 def write(folder: Path, todo: list[Case]) -> None:
     """Tunes every case and writes vLLM's files and a table of gains."""
     name = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
-    files: dict[str, Tuned] = {}
+    # What was found before, for other cases, stays.
+    files: dict[str, Tuned] = {file.name: json.loads(file.read_text()) for file in folder.glob(f"{name}_*.json")}
     table = []
     for case in dict.fromkeys(todo):
         best, best_us, default_us = tune(case)
@@ -215,7 +214,7 @@ def write(folder: Path, todo: list[Case]) -> None:
         tree.setdefault(m, {}).setdefault(k, {})[n] = best
     for file, data in files.items():
         (folder / file).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    (folder / "lora-tuning.json").write_text(json.dumps(table) + "\n")
+    (folder / f"lora-tuning-{todo[0].op}.json").write_text(json.dumps(table) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ GROUPS = (
     ("norm, rope, activation", r"(?i)triton_|norm|rotary|silu|act_and_mul"),
 )
 PROMPT, OUTPUT = 640, 150
+ARMS = [
+    "1.0:orthrus:10:20", "0.0:orthrus:10:25",
+    "0.9:orthrus:10:30", "0.9:unified_homo:10:30", "0.9:hetero_fcfs:10:30",
+    "0.5:orthrus:14:42", "0.5:unified_homo:14:42", "0.5:hetero_fcfs:14:42",
+    "0.1:orthrus:8:25", "0.1:unified_homo:8:25", "0.1:hetero_fcfs:8:25",
+]  # fmt: skip
 
 
 def matrix(options: argparse.Namespace) -> list[Row]:
@@ -233,19 +239,16 @@ def use_stock_tables(engine: Engine, wanted: bool) -> None:
 
 
 def policies(lab: Lab, options: argparse.Namespace) -> list[Row]:
-    """Closed loops by ratio and policy; each kind alone first."""
-    size: Row = {
-        "clients": options.clients,
-        "vocabulary": lab._vocabulary,
-        "warm_s": options.warm,
-        "measured_s": options.seconds,
-    }
+    """Closed loops, one arm after the other on the same engine."""
+    size: Row = {"clients": options.clients, "vocabulary": lab._vocabulary}
     size |= {"prompt_tokens": lab.prompt, "output_tokens": lab.output}
     loop, rows = ClosedLoop(lab.engine), []
-    for share in options.shares:
-        for name in ("orthrus",) if share in (0.0, 1.0) else options.policies:
-            rows.append(loop.run(Load(embed_share=share, **size), {"policy": name, "step_tokens": options.step_tokens}))
-            say(rows[-1])
+    for arm in options.arms:
+        share, policy, warm_s, measured_s = arm.split(":")
+        load = Load(embed_share=float(share), warm_s=float(warm_s), measured_s=float(measured_s), **size)
+        settings = {} if options.stock else {"policy": policy, "step_tokens": options.step_tokens}
+        rows.append({"arm": arm, **loop.run(load, settings)})
+        say(rows[-1])
     return rows
 
 
@@ -258,7 +261,7 @@ def hops(lab: Lab, options: argparse.Namespace) -> list[Row]:
         else HopLoad()
     )
     for name in options.policies:
-        lab.set(policy=name, step_tokens=options.step_tokens)
+        lab.set(policy=name, step_tokens=options.hop_step_tokens)
         rows.append({"policy": name, **run_hops(lab.engine, load, lab._vocabulary)})
         say(rows[-1])
         lab.drop()
@@ -278,13 +281,16 @@ PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
 def make_lab(folder: Path, options: argparse.Namespace) -> Lab:
     if options.on_cpu:
         model, vocabulary, extra = make_tiny_model(folder), VOCAB_SIZE, {"budget": 256, "max_num_seqs": 32}
-        options.step_tokens, options.clients = 128, 16
+        options.step_tokens, options.hop_step_tokens, options.clients = 128, 64, 16
     else:
         model, vocabulary = random_model(folder, "mistral-7b-v0.1"), 32000
         extra = {
             "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_lora_rank": 16, "budget": 4096,
             "max_num_seqs": 256, "kv_cache_memory_bytes": 80 * 2**30, "gpu_memory_utilization": 0.8,
         }  # fmt: skip
+    if options.stock:
+        extra |= {"mixed": False, "enable_lora": False, "budget": options.step_tokens}
+        extra.pop("max_lora_rank", None)
     engine = engine_on_device(model, folder / "steps", on_cpu=options.on_cpu, **extra)
     return Lab(engine, vocabulary, small=options.on_cpu)
 
@@ -297,10 +303,10 @@ def main() -> int:
     parser.add_argument("--sync", dest="waits", action="store_const", const=[False, True], default=[False])
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=2048)
-    parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.0, 0.9, 0.5, 0.1])
+    parser.add_argument("--hop-step-tokens", type=int, default=1024)
+    parser.add_argument("--arms", nargs="*", default=ARMS, metavar="SHARE:POLICY:WARM_S:MEASURED_S")
+    parser.add_argument("--stock", action="store_true", help="vLLM's own engine without LoRA: generations only")
     parser.add_argument("--policies", nargs="*", default=["orthrus", "unified_homo", "hetero_fcfs"])
-    parser.add_argument("--warm", type=float, default=12.0)
-    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -318,7 +324,7 @@ def main() -> int:
             result[part] = matrix(options) if lab is None or part == "matrix" else PARTS[part](lab, options)
             say({"part": part, "took_s": round(time.perf_counter() - began, 1)})
             options.json.write_text(json.dumps(result) + "\n")
-        if lab is not None:
+        if lab is not None and not options.stock:
             result["leaks"] = lab.engine.leaks()
     options.json.write_text(json.dumps(result) + "\n")
     return 0
