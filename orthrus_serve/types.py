@@ -5,7 +5,7 @@ from typing import Literal, NewType
 RequestKind = Literal["generate", "embed"]
 PolicyName = Literal["orthrus", "hetero_fcfs", "unified_homo"]
 TopologyName = Literal["orthrus", "hetero_fcfs", "unified_homo", "dedicated"]
-RouterRule = Literal["least_remaining_tokens", "power_of_two", "round_robin"]
+RouterRule = Literal["least_remaining_tokens", "power_of_two", "round_robin", "in_flight_tokens"]
 PoolingKind = Literal["last", "mean", "weighted_mean", "cls", "all"]
 Activation = Literal["none", "tanh", "gelu", "relu"]
 Reduction = Literal["mean", "max", "last"]

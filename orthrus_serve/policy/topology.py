@@ -81,7 +81,8 @@ STEP_HOLDS: Mapping[PolicyName, str] = {
 
 RULE_SAYS: Mapping[RouterRule, str] = {
     "least_remaining_tokens": "the replica with the fewest remaining tokens, ties at random",
-    "power_of_two": "the less loaded of two replicas drawn at random",
+    "in_flight_tokens": "the replica with the fewest tokens charged, each request in full until it ends",
+    "power_of_two": "of two replicas drawn at random, the one with fewer open requests",
     "round_robin": "each replica in turn",
 }
 

@@ -20,6 +20,9 @@ class RemainingTokenRouter(RequestRouter):
 
     _state: RouterState
     _replica_wait_s: float
+    _listed: list[RunningReplica] | None = None
+    _by_id: dict[ReplicaId, RunningReplica]
+    _ids: list[ReplicaId]
 
     @override
     def initialize_state(
@@ -45,9 +48,9 @@ class RemainingTokenRouter(RequestRouter):
             await ray_compat.pause_before_retry(self)
         await self._until_there_are_replicas()
         # No await from here on: nobody chooses between the choice and its charge, and no cancellation can lose the charge.
-        by_id = {ReplicaId(r.replica_id.unique_id): r for r in ray_compat.running_replicas(self)}
+        self._list_replicas()
         routed = routed_request(ray_compat.request_id_of(pending_request), pending_request.kwargs)
-        return by_id[self._state.choose_and_charge(routed, list(by_id))]
+        return self._by_id[self._state.choose_and_charge(routed, self._ids)]
 
     @override
     async def choose_replicas(
@@ -76,6 +79,13 @@ class RemainingTokenRouter(RequestRouter):
         super().update_replicas(replicas)
         for gone in before - {replica.replica_id.unique_id for replica in replicas}:
             self._state.forget(ReplicaId(gone))
+
+    def _list_replicas(self) -> None:
+        # Serve makes a new list whenever the replicas change, and never changes one.
+        listed = ray_compat.running_replicas(self)
+        if listed is not self._listed:
+            self._by_id = {ReplicaId(replica.replica_id.unique_id): replica for replica in listed}
+            self._listed, self._ids = listed, list(self._by_id)
 
     async def _until_there_are_replicas(self) -> None:
         try:

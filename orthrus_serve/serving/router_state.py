@@ -7,12 +7,12 @@ runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.policy.ledger import TokenLoadLedger
-from orthrus_serve.policy.replica_choice import choose_replica
+from orthrus_serve.policy.replica_choice import RULES, Measure, choose_replica
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.types import ReplicaId, RequestId, RouterRule
 
@@ -29,6 +29,7 @@ class RouterState:
     ledger: TokenLoadLedger = field(default_factory=TokenLoadLedger)
     rng: random.Random = field(default_factory=random.Random)
     num_routed: int = 0
+    last_turns: dict[ReplicaId, int] = field(default_factory=dict)
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -37,8 +38,9 @@ class RouterState:
             NoReplicaError: the one replica that may be chosen is not among them.
         """
         candidates = self._candidates(routed, replicas)
-        chosen = choose_replica(self.rule, candidates, self.ledger.loads(candidates), self.rng, self.num_routed)
+        chosen = choose_replica(self.rule, candidates, self._loads(self.rule), self.rng)
         self.num_routed += 1
+        self.last_turns[chosen] = self.num_routed
         self.ledger.charge(_charge_id(routed.request_id, chosen), chosen, routed.charge)
         return chosen
 
@@ -50,6 +52,15 @@ class RouterState:
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
         return [replica for replica in replicas if replica not in routed.avoid] or replicas
 
+    def _loads(self, rule: RouterRule) -> Mapping[ReplicaId, int]:
+        by_measure: dict[Measure, Mapping[ReplicaId, int]] = {
+            "remaining_tokens": self.ledger.remaining_tokens,
+            "in_flight_tokens": self.ledger.in_flight_tokens,
+            "open_requests": self.ledger.open_requests,
+            "last_turn": self.last_turns,
+        }
+        return by_measure[RULES[rule].measure]
+
     def settle(self, request_id: str, replica_id: ReplicaId) -> None:
         """The request ended on that replica, however it ended. Unknown ones (broadcasts) are ignored."""
         self.ledger.settle(_charge_id(request_id, replica_id))
@@ -57,6 +68,7 @@ class RouterState:
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone."""
         self.ledger.forget(replica_id)
+        self.last_turns.pop(replica_id, None)
 
 
 def _charge_id(request_id: str, replica_id: ReplicaId) -> RequestId:

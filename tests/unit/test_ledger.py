@@ -84,6 +84,36 @@ def test_a_report_for_a_request_that_is_charged_elsewhere_is_ignored():
     assert ledger.loads([A, B]) == {A: 100, B: 0}
 
 
+def test_in_flight_tokens_stay_whole_until_the_end_and_open_requests_count_everybody():
+    ledger = make_ledger(r=(A, 100), s=(B, 40))
+    ledger.correct(A, {R: 30}, num_other_tokens=500, num_other_open=2)
+    assert (ledger.in_flight_tokens, ledger.open_requests) == ({A: 100, B: 40}, {A: 3, B: 1})
+    ledger.move(R, B)
+    assert (ledger.in_flight_tokens, ledger.remaining_tokens) == ({B: 140}, {A: 500, B: 70})
+    ledger.settle(R)
+    assert (ledger.in_flight_tokens, ledger.open_requests) == ({B: 40}, {A: 2, B: 1})
+
+
+def test_drift_is_how_far_the_last_reports_were_from_what_was_thought():
+    ledger = make_ledger(r=(A, 100), s=(B, 40))
+    ledger.correct(A, {R: 30})
+    ledger.correct(B, {S: 50})
+    assert ledger.num_drift_tokens == 80
+    ledger.correct(A, {R: 30})
+    ledger.settle(S)
+    ledger.correct(B, {})
+    assert ledger.num_drift_tokens == 0
+
+
+def test_nothing_is_kept_about_replicas_without_a_request():
+    ledger = make_ledger(r=(A, 100))
+    ledger.correct(A, {R: 7}, num_other_tokens=3)
+    ledger.settle(R)
+    ledger.correct(A, {})
+    ledger.correct(B, {})
+    assert ledger._known == ledger.remaining_tokens == ledger.in_flight_tokens == ledger.open_requests == {}
+
+
 def test_a_negative_charge_is_refused_and_changes_nothing():
     ledger = make_ledger(r=(A, 100))
     with pytest.raises(ValueError, match="negative"):
@@ -103,6 +133,7 @@ class LedgerAgainstAList(RuleBasedStateMachine):
         super().__init__()
         self.ledger = TokenLoadLedger()
         self.open: dict[RequestId, tuple[ReplicaId, int]] = {}
+        self.charged: dict[RequestId, int] = {}
         self.others: dict[ReplicaId, int] = {}
         self.seen: set[RequestId] = set()
 
@@ -110,6 +141,7 @@ class LedgerAgainstAList(RuleBasedStateMachine):
     def charge(self, request, replica, num):
         self.ledger.charge(request, replica, num)
         self.open[request] = (replica, num)
+        self.charged[request] = num
         self.seen.discard(request)
 
     @rule(request=requests, replica=replicas)
@@ -144,13 +176,19 @@ class LedgerAgainstAList(RuleBasedStateMachine):
         for replica in (ReplicaId(name) for name in "abc"):
             own = sum(num for where, num in self.open.values() if where == replica)
             assert self.ledger.load(replica) == own + self.others.get(replica, 0)
+            here = [request for request, (where, _) in self.open.items() if where == replica]
+            assert self.ledger.in_flight_tokens.get(replica, 0) == sum(self.charged[request] for request in here)
+            assert self.ledger.open_requests.get(replica, 0) == len(here)
         assert self.ledger.num_open == len(self.open)
+        assert self.ledger.num_own_tokens == sum(num for _, num in self.open.values())
 
     def teardown(self):
         for request in list(self.open):
             self.ledger.settle(request)
         assert self.ledger.num_own_tokens == 0
         assert self.ledger.num_open == 0
+        assert self.ledger.in_flight_tokens == self.ledger.open_requests == {}
+        assert self.ledger.remaining_tokens == {replica: num for replica, num in self.others.items() if num}
 
 
 TestLedgerAgainstAList = LedgerAgainstAList.TestCase

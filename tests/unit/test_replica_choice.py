@@ -18,15 +18,19 @@ loads_of_any_size = st.dictionaries(st.sampled_from(IDS), st.integers(0, 10**9))
     st.sampled_from(sorted(RULES)),
     st.lists(st.sampled_from(IDS), min_size=1, unique=True),
     loads_of_any_size,
+)
+def test_every_rule_returns_a_candidate(rule, replicas, loads):
+    assert choose_replica(rule, replicas, loads, random.Random(0)) in replicas
+
+
+@given(
+    st.sampled_from(["least_remaining_tokens", "in_flight_tokens"]),
+    st.lists(st.sampled_from(IDS), min_size=1, unique=True),
+    loads_of_any_size,
     st.integers(0, 99),
 )
-def test_every_rule_returns_a_candidate(rule, replicas, loads, turn):
-    assert choose_replica(rule, replicas, loads, random.Random(0), turn) in replicas
-
-
-@given(st.lists(st.sampled_from(IDS), min_size=1, unique=True), loads_of_any_size, st.integers(0, 99))
-def test_no_replica_has_less_left_than_the_one_chosen_by_remaining_tokens(replicas, loads, seed):
-    chosen = choose_replica("least_remaining_tokens", replicas, loads, random.Random(seed))
+def test_no_replica_has_less_than_the_one_chosen_by_tokens(rule, replicas, loads, seed):
+    chosen = choose_replica(rule, replicas, loads, random.Random(seed))
     assert loads.get(chosen, 0) == min(loads.get(replica, 0) for replica in replicas)
 
 
@@ -43,9 +47,23 @@ def test_power_of_two_never_takes_the_most_loaded_replica():
     assert {choose_replica("power_of_two", IDS, loads, rng) for _ in range(200)} == set(IDS[:3])
 
 
+def in_turn(*candidates: list[ReplicaId]) -> list[ReplicaId]:
+    """Whom round robin chooses, one after the other, from each of these lists."""
+    last_turns: dict[ReplicaId, int] = {}
+    chosen: list[ReplicaId] = []
+    for replicas in candidates:
+        chosen.append(choose_replica("round_robin", replicas, last_turns, random.Random(0)))
+        last_turns[chosen[-1]] = len(chosen)
+    return chosen
+
+
 def test_round_robin_visits_each_replica_once_per_round_whatever_the_order_of_the_list():
-    rng = random.Random(0)
-    assert [choose_replica("round_robin", IDS[::-1], {IDS[0]: 99}, rng, turn) for turn in range(5)] == [*IDS, IDS[0]]
+    assert in_turn(*[IDS[::-1]] * 4, *[IDS] * 4) == IDS * 2
+
+
+def test_round_robin_takes_turns_within_each_role_too():
+    embed, generate = IDS[:2], IDS[2:]
+    assert in_turn(*[embed, generate] * 4) == [IDS[0], IDS[2], IDS[1], IDS[3]] * 2
 
 
 def test_choosing_from_nothing_is_refused():

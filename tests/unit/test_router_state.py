@@ -6,7 +6,7 @@ import pytest
 
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
-from orthrus_serve.types import ReplicaId
+from orthrus_serve.types import ReplicaId, RequestId
 
 A, B = ReplicaId("a"), ReplicaId("b")
 
@@ -30,6 +30,20 @@ def test_a_replica_that_just_failed_a_request_is_avoided_by_it_unless_it_is_the_
     state = RouterState()
     assert all(choose(state, str(n), [A, B], charge=100, avoid=("a",)) == B for n in range(5))
     assert choose(state, "x", [A], charge=1, avoid=("a",)) == A
+
+
+@pytest.mark.parametrize(
+    ("rule", "chosen"),
+    [("least_remaining_tokens", B), ("in_flight_tokens", A), ("power_of_two", A), ("round_robin", A)],
+)
+def test_each_rule_looks_at_its_own_measure(rule: Any, chosen: ReplicaId) -> None:
+    state = RouterState()
+    choose(state, "1", [A], charge=50)  # A: one request of 50, all of it left; its turn was first
+    choose(state, "2", [B], charge=90)  # B: two of 180, of which 10 are left
+    choose(state, "3", [B], charge=90)
+    state.ledger.correct(B, {RequestId(f"{n}@b"): 5 for n in "23"})
+    state.rule = rule
+    assert choose(state, "4", [B, A]) == chosen
 
 
 def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
