@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.ops.plan import topology_of
-from orthrus_serve.policy.topology import Pool, Topology
+from orthrus_serve.policy.topology import Topology
 from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
 from orthrus_serve.serving.front import Front
 from orthrus_serve.serving.ray_compat import check_ray
@@ -41,19 +41,19 @@ def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_W
     """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
     topology = topology_of(args)
-    routing = {"rule": topology.router_rule, "replica_wait_s": replica_wait_s}
-    engines = _engine_deployment(args, topology.pools[0], routing).bind(args, start)
+    engines = _engine_deployment(args, topology, {"replica_wait_s": replica_wait_s}).bind(args, start)
     return _front_deployment(args, topology).bind(args, engines)
 
 
-def _engine_deployment(args: AppArgs, pool: Pool, routing: dict[str, Any]) -> serve.Deployment:
+def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any]) -> serve.Deployment:
+    pool = topology.pools[0]
     router: Any = RequestRouterConfig
     deployment: Any = serve.deployment(
         EngineReplica,
         name=pool.name,
         num_replicas=pool.num_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        user_config={"policy": pool.policy, "min_share": args.engine.min_share},
+        user_config={"topology": topology.name, "policy": pool.policy, "min_share": args.engine.min_share},
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
@@ -75,6 +75,7 @@ def _front_deployment(args: AppArgs, topology: Topology) -> serve.Deployment:
         serve.ingress()(Front),
         name="Front",
         num_replicas=topology.num_fronts,
+        user_config={"topology": topology.name},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
         ray_actor_options={"num_cpus": args.front.num_cpus},

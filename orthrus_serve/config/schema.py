@@ -212,6 +212,14 @@ class AppArgs(Section):
             )
         return self
 
+    def routed(self, live: FrontLiveSpec | None = None) -> FrontLiveSpec:
+        """What Fronts go by: what `args` say, with what is changed live."""
+        if live is None:
+            live = FrontLiveSpec()
+        topology = live.topology or self.topology
+        rule = live.rule or (self.router.rule if topology == self.topology else None)
+        return FrontLiveSpec(topology=topology, rule=rule, dedicated=live.dedicated or self.dedicated)
+
     @property
     def base_name_adapter(self) -> str | None:
         """The adapter that answers `/v1/embeddings` under the generator's name: `embed_adapter`, or the only adapter."""

@@ -25,16 +25,14 @@ def topology_of(args: AppArgs, live: FrontLiveSpec | None = None) -> Topology:
     Raises:
         ConfigError: it cannot be had with so many replicas.
     """
-    front = live or FrontLiveSpec()
-    is_other = front.topology not in (None, args.topology)
-    dedicated = front.dedicated or args.dedicated
+    wanted = args.routed(live)
     return expand(
-        front.topology or args.topology,
+        wanted.topology or args.topology,
         num_replicas=args.num_replicas,
         num_gpus_per_replica=args.num_gpus_per_replica,
         num_fronts=args.front.num_replicas,
-        split=None if dedicated is None else Split(dedicated.embed, dedicated.generate),
-        router_rule=front.rule or (None if is_other else args.router.rule),
+        split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
+        router_rule=wanted.rule,
     )
 
 

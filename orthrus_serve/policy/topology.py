@@ -128,11 +128,12 @@ def split_for(name: TopologyName, num_replicas: int, split: Split | None = None)
     """The roles under that topology: None when every replica serves both kinds.
 
     Raises:
-        ConfigError: roles cannot be given to so few replicas.
+        ConfigError: roles cannot be given to so few replicas. A split that is given is taken at its word, since the number of
+            replicas may have changed since the start.
     """
     if not PRESETS[name].is_split:
         return None
-    if num_replicas < 2:
+    if split is None and num_replicas < 2:
         raise ConfigError(
             f"topology {name!r} needs at least 2 replicas, one that embeds and one that generates; there is {num_replicas}"
         )

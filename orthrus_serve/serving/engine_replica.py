@@ -16,13 +16,16 @@ from typing import Any, NoReturn, Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 
-from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.errors import OrthrusError, RequestError
+from orthrus_serve.config.load import parse_live
+from orthrus_serve.config.schema import AppArgs, LiveSpec
+from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
+from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.serving.asgi_io import with_length
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
-from orthrus_serve.serving.metrics_export import EngineReportCollector
+from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import served_by
+from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     LOST_STATUS,
@@ -124,8 +127,10 @@ class EngineReplica:
         self._nothing_open.set()
         self._report: dict[str, Any] = {}
         self._settings: dict[str, Any] = {"applied": {}, "refused": None}
+        self._args = args
+        self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
-        self._registry.register(EngineReportCollector(args.topology, lambda: self._report))
+        self._registry.register(EngineReportCollector(self._totals, lambda: self._report))
         self._watching = asyncio.create_task(self._watch_core())
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -188,12 +193,16 @@ class EngineReplica:
 
         Never raises: Serve kills a replica whose `reconfigure` raises, and starts new ones until the configuration is right.
         """
-        if not isinstance(user_config, Mapping):
-            self._refuse(f"user_config must be a mapping, got {type(user_config).__name__}")
-            return
-        wanted = {key: value for key, value in user_config.items() if value is not None}
         try:
+            live = parse_live(user_config, ("user_config",), LiveSpec)
+            topology = live.topology or self._args.topology
+            wanted = live.model_dump(exclude={"topology"}, exclude_none=True)
+            wanted.setdefault("policy", PRESETS[topology].pool.policy)
             self._settings = await self._running.engine.channel.set(wanted)
+            if self._settings["refused"] is None:
+                self._totals.topology = topology
+        except ConfigError as error:
+            self._refuse(str(error))
         except (
             Exception
         ) as error:  # whatever it is, the replica goes on as it was; a dead core is the watcher's business
@@ -212,6 +221,7 @@ class EngineReplica:
         while not self._core_is_gone():
             try:
                 self._report = await self._running.engine.channel.watch()
+                self._totals.see(self._report.get("totals", {}))
             except Exception:
                 log.exception("no_report_from_engine_core", replica=self._replica_id)
                 self._report = {}
@@ -262,11 +272,13 @@ class EngineReplica:
         return {"replica": self._replica_id, "text": text.decode()}
 
     async def info(self) -> dict[str, Any]:
-        """What `switch` and tests read back: settings applied and refused, the core's last report without its requests."""
+        """What `/status` shows: settings applied and refused, the core's last report without its requests. JSON-able."""
         report = {key: value for key, value in self._report.items() if key != "requests"}
         return {
             "replica": self._replica_id,
             "pid": os.getpid(),
+            "topology": self._totals.topology,
+            "remaining_tokens": remaining_tokens(self._report),
             "open": self._num_open,
             "in_engine": len(self._report.get("requests", ())),
             "settings": self._settings,

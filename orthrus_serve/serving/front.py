@@ -21,11 +21,12 @@ from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
 from orthrus_serve.serving.error_shape import sse_error_event
+from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
-from orthrus_serve.serving.pool import EnginePool, OpenCall, Pool, PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, Pool, PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.router_state import state_of
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
-from orthrus_serve.serving.status import StatusPages, installed_versions
+from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     UNSEEN_STATUS,
@@ -93,7 +94,7 @@ class FrontApp:
             await self._answer_or_refuse(scope, path, receive, watched)
             return
         kind = CHARGED_ROUTES[path][0]
-        began_s = self._metrics.began(kind)
+        began = self._metrics.began(kind)
         try:
             await self._answer_or_refuse(scope, path, receive, watched)
         except asyncio.CancelledError:  # Serve cancels us when the client disconnects
@@ -101,7 +102,7 @@ class FrontApp:
             raise
         finally:
             outcome = outcome_of(watched.status, is_cut=watched.is_cut, has_left=watched.has_left)
-            self._metrics.ended(kind, began_s, outcome)
+            self._metrics.ended(kind, began, outcome)
 
     async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend") -> None:
         try:
@@ -133,6 +134,8 @@ class FrontApp:
             await send_whole(send, *await self._pages.health())
         elif target is Target.METRICS:
             await send_whole(send, *await self._pages.metrics())
+        elif target is Target.STATUS:
+            await send_whole(send, *await self._pages.status())
         else:
             await send_whole(send, *self._pages.version())
 
@@ -270,22 +273,35 @@ class Front:
     def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
         pool = EnginePool(engines)
         self._load = state_of(pool.deployment)
-        metrics = FrontMetrics(args.topology)
-        front_id = serve.get_replica_context().replica_id.unique_id
+        self._live = LiveRouting(args, self._load)
+        metrics = FrontMetrics(lambda: self._live.topology)
+        self._id = serve.get_replica_context().replica_id.unique_id
+        parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
         max_prompt = args.vllm.get("max_model_len")
         self._app = FrontApp(
             pool,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
             ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None),
             metrics,
-            StatusPages([pool], installed_versions(), front_id, metrics.text),
+            StatusPages([pool], installed_versions(), self._id, metrics.text, parts),
         )
 
     async def __serve_build_asgi_app__(self) -> FrontApp:
         """The app that Serve runs."""
         return self._app
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Changes topology, router rule and roles from the next request on. Never raises; `info` tells a refusal."""
+        self._live.change(user_config)
+
     async def info(self) -> dict[str, Any]:
-        """What this Front has open, and the remaining tokens that it has charged for it."""
+        """What this Front goes by, what it has open, and the remaining tokens that it has charged for it. JSON-able."""
         ledger = self._load.ledger
-        return {"routed": self._load.num_routed, "open": ledger.num_open, "tokens": ledger.num_own_tokens}
+        return {
+            "front": self._id,
+            **self._live.describe(),
+            "replicas": list(self._load.replicas),
+            "routed": self._load.num_routed,
+            "open": ledger.num_open,
+            "tokens": ledger.num_own_tokens,
+        }

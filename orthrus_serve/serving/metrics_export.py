@@ -5,6 +5,7 @@ Leaves out names and labels (`telemetry/catalog.py`) and the label that tells re
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,15 +15,24 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from orthrus_serve.policy.step_plan import LANES, Lane
+from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry import catalog
 from orthrus_serve.telemetry.catalog import LABEL_VALUES, Metric, Outcome
 from orthrus_serve.types import RequestKind, TopologyName
 
 
+@dataclass(frozen=True)
+class Began:
+    """A request that arrived: when, and under which topology. It is counted there, also when the topology changes meanwhile."""
+
+    at_s: float
+    topology: TopologyName
+
+
 class FrontMetrics:
     """What one Front counts of the requests it answers."""
 
-    def __init__(self, topology: TopologyName) -> None:
+    def __init__(self, topology: Callable[[], TopologyName]) -> None:
         self._topology = topology
         self._registry = CollectorRegistry()
         ended, took, open_now = catalog.REQUESTS, catalog.REQUEST_DURATION, catalog.IN_FLIGHT
@@ -30,16 +40,17 @@ class FrontMetrics:
         self._took = Histogram(took.name, took.help, took.labels, registry=self._registry, buckets=took.buckets)
         self._open = Gauge(open_now.name, open_now.help, open_now.labels, registry=self._registry)
 
-    def began(self, kind: RequestKind) -> float:
-        """A request arrived. Returns the moment, to be given to `ended`."""
-        self._open.labels(self._topology, kind).inc()
-        return time.monotonic()
+    def began(self, kind: RequestKind) -> Began:
+        """A request arrived. Returns what is to be given to `ended`."""
+        began = Began(time.monotonic(), self._topology())
+        self._open.labels(began.topology, kind).inc()
+        return began
 
-    def ended(self, kind: RequestKind, began_s: float, outcome: Outcome) -> None:
+    def ended(self, kind: RequestKind, began: Began, outcome: Outcome) -> None:
         """The request ended, in one of the ways that the catalogue names."""
-        self._open.labels(self._topology, kind).dec()
-        self._ended.labels(self._topology, kind, outcome).inc()
-        self._took.labels(self._topology, kind).observe(time.monotonic() - began_s)
+        self._open.labels(began.topology, kind).dec()
+        self._ended.labels(began.topology, kind, outcome).inc()
+        self._took.labels(began.topology, kind).observe(time.monotonic() - began.at_s)
 
     def text(self) -> str:
         """Everything counted so far, as Prometheus text."""
@@ -62,8 +73,9 @@ def outcome_of(status: int | None, *, is_cut: bool = False, has_left: bool = Fal
 class EngineReportCollector(Collector):
     """The engine's counts, read from its core's last report whenever somebody asks."""
 
-    def __init__(self, topology: TopologyName, last_report: Callable[[], Mapping[str, Any]]) -> None:
-        self._topology = topology
+    def __init__(self, totals: TopologyTotals, last_report: Callable[[], Mapping[str, Any]]) -> None:
+        """`totals` has seen the totals of that last report."""
+        self._totals = totals
         self._last_report = last_report
 
     @override
@@ -71,24 +83,30 @@ class EngineReportCollector(Collector):
         report = self._last_report()
         if not report:
             return
-        totals, left, requests = report.get("totals", {}), report.get("prompt_left", {}), report.get("requests", {})
-        yield self._family(catalog.STEPS, {(): totals.get("steps", 0)})
-        yield self._family(catalog.MIXED_STEPS, {(): totals.get("mixed_steps", 0)})
-        parts = {(part,): totals.get(f"{part}_tokens", 0) for part in LABEL_VALUES["part"]}
-        yield self._family(catalog.STEP_TOKENS, parts)
-        yield self._family(catalog.STEP_BUDGET_TOKENS, {(): totals.get("budget_tokens", 0)})
-        yield self._family(catalog.RUNNING_REQUESTS, {(): report.get("running", 0)})
-        yield self._family(catalog.WAITING_REQUESTS, {(): report.get("waiting", 0)})
-        yield self._family(catalog.HELD_REQUESTS, _held(requests))
-        yield self._family(catalog.REMAINING_TOKENS, _remaining(requests, left))
+        yield self._counts(catalog.STEPS, {"steps": ()})
+        yield self._counts(catalog.MIXED_STEPS, {"mixed_steps": ()})
+        yield self._counts(catalog.STEP_TOKENS, {f"{part}_tokens": (part,) for part in LABEL_VALUES["part"]})
+        yield self._counts(catalog.STEP_BUDGET_TOKENS, {"budget_tokens": ()})
+        requests = report.get("requests", {})
+        yield self._gauges(catalog.RUNNING_REQUESTS, {(): report.get("running", 0)})
+        yield self._gauges(catalog.WAITING_REQUESTS, {(): report.get("waiting", 0)})
+        yield self._gauges(catalog.HELD_REQUESTS, _held(requests))
+        left = {(kind,): tokens for kind, tokens in remaining_tokens(report).items()}
+        yield self._gauges(catalog.REMAINING_TOKENS, left)
         policies = {(policy,): int(policy == report.get("policy")) for policy in LABEL_VALUES["policy"]}
-        yield self._family(catalog.POLICY_INFO, policies)
+        yield self._gauges(catalog.POLICY_INFO, policies)
 
-    def _family(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> Family:
-        make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        family = make(metric.name, metric.help, labels=metric.labels)
+    def _counts(self, metric: Metric, names: Mapping[str, tuple[str, ...]]) -> Family:
+        family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for topology, totals in self._totals.by_topology().items():
+            for name, labels in names.items():
+                family.add_metric([topology, *labels], totals.get(name, 0))
+        return family
+
+    def _gauges(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> Family:
+        family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
         for labels, value in values.items():
-            family.add_metric([self._topology, *labels], value)
+            family.add_metric([self._totals.topology, *labels], value)
         return family
 
 
@@ -97,8 +115,9 @@ def _held(requests: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
     return {(lane.kind,): lanes.count(lane) for lane in LANES}
 
 
-def _remaining(requests: Mapping[str, Any], prompt_left: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-    """Prompt tokens left by kind; generations also have what they may still produce."""
+def remaining_tokens(report: Mapping[str, Any]) -> dict[RequestKind, int]:
+    """Prompt tokens left by kind, from an engine's report; generations also have what they may still produce."""
+    requests, prompt_left = report.get("requests", {}), report.get("prompt_left", {})
     output_left = sum(max(0, most - made) for lane, _, made, most in requests.values() if lane == Lane.GENERATE)
     generate = prompt_left.get("generate", 0) + output_left
-    return {("generate",): generate, ("embed",): prompt_left.get("embed", 0)}
+    return {"generate": generate, "embed": prompt_left.get("embed", 0)}

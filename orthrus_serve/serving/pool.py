@@ -7,6 +7,7 @@ Maps what Ray raises to two errors of ours, so that the Front decides without kn
 from collections.abc import AsyncIterator, Collection
 from typing import Any, Protocol
 
+from ray import serve
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -86,6 +87,20 @@ class _RayCall:
             self._stream.cancel()
 
 
+class Peers:
+    """The replicas of the deployment to which the replica that runs this belongs, itself among them."""
+
+    def __init__(self) -> None:
+        self._handle: DeploymentHandle[Any] | None = None
+
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
+        """As `Pool.ask_all`."""
+        if self._handle is None:  # not in the constructor: the deployment is not there before its replicas
+            context = serve.get_replica_context()
+            self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        return await _ask_all(self._handle, method, timeout_s)
+
+
 class EnginePool:
     """The replicas behind a Serve deployment handle."""
 
@@ -125,7 +140,11 @@ class EnginePool:
 
         A replica that does not answer within `timeout_s` counts as a `TimeoutError`.
         """
-        try:
-            return await ray_compat.ask_all(self._handle, method, timeout_s)
-        except (DeploymentUnavailableError, TimeoutError):
-            return []
+        return await _ask_all(self._handle, method, timeout_s)
+
+
+async def _ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float) -> list[Any]:
+    try:
+        return await ray_compat.ask_all(handle, method, timeout_s)
+    except (DeploymentUnavailableError, TimeoutError):
+        return []

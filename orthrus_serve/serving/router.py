@@ -12,7 +12,7 @@ from typing_extensions import override
 from orthrus_serve.policy.routed_request import routed_request
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
-from orthrus_serve.types import ReplicaId, RouterRule
+from orthrus_serve.types import ReplicaId
 
 
 class RemainingTokenRouter(RequestRouter):
@@ -25,17 +25,13 @@ class RemainingTokenRouter(RequestRouter):
     _ids: list[ReplicaId]
 
     @override
-    def initialize_state(
-        self, rule: RouterRule = "least_remaining_tokens", replica_wait_s: float = 30.0, **_unused: object
-    ) -> None:
-        """Called by Serve with `request_router_kwargs`.
+    def initialize_state(self, replica_wait_s: float = 30.0, **_unused: object) -> None:
+        """Called by Serve with `request_router_kwargs`, at a moment of its own: after the Front has set rule and roles.
 
         Args:
-            rule: name of a rule in `policy/replica_choice.py`.
             replica_wait_s: how long a request waits for a first replica before `NoReplicaError`.
         """
         self._state = state_of(ray_compat.deployment_of(self))
-        self._state.rule = rule
         self._replica_wait_s = replica_wait_s
 
     @override
@@ -77,6 +73,7 @@ class RemainingTokenRouter(RequestRouter):
         # Serve's list leaves out replicas that stop or failed their health check, with or without a death report before.
         before = {replica.replica_id.unique_id for replica in ray_compat.running_replicas(self)}
         super().update_replicas(replicas)
+        self._state.replicas = tuple(ReplicaId(replica.replica_id.unique_id) for replica in replicas)
         for gone in before - {replica.replica_id.unique_id for replica in replicas}:
             self._state.forget(ReplicaId(gone))
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.replica_choice import RULES, Measure, choose_replica
+from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
-from orthrus_serve.types import ReplicaId, RequestId, RouterRule
+from orthrus_serve.types import ReplicaId, RequestId, RequestKind, RouterRule
 
 
 class NoReplicaError(OrthrusError):
@@ -23,9 +24,16 @@ class NoReplicaError(OrthrusError):
 
 @dataclass
 class RouterState:
-    """The ledger of one deployment, and what its rule needs besides."""
+    """The ledger of one deployment, and what its rule needs besides.
+
+    Attributes:
+        split: how many replicas have which role; None: each serves both kinds.
+        replicas: those that Serve last listed as running.
+    """
 
     rule: RouterRule = "least_remaining_tokens"
+    split: Split | None = None
+    replicas: tuple[ReplicaId, ...] = ()
     ledger: TokenLoadLedger = field(default_factory=TokenLoadLedger)
     rng: random.Random = field(default_factory=random.Random)
     num_routed: int = 0
@@ -50,7 +58,16 @@ class RouterState:
                 raise NoReplicaError(f"replica {routed.only} is not running")
             return [ReplicaId(routed.only)]
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
-        return [replica for replica in replicas if replica not in routed.avoid] or replicas
+        usable = [replica for replica in replicas if replica not in routed.avoid] or replicas
+        # Roles are shared among those that can serve now: where the only one of a role just failed, another takes it over, as
+        # it will for everybody once Serve lists the failed one no more.
+        return self.serving(routed.kind, usable)
+
+    def serving(self, kind: RequestKind | None, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+        """Those of `replicas` whose role it is to serve that kind; all, when they have no roles or the request has no kind."""
+        if self.split is None or kind is None:
+            return replicas
+        return replicas_serving(kind, replicas, self.split)
 
     def _loads(self, rule: RouterRule) -> Mapping[ReplicaId, int]:
         by_measure: dict[Measure, Mapping[ReplicaId, int]] = {

@@ -14,6 +14,7 @@ class Target(Enum):
     ENGINE = "engine"  # vLLM's app in a replica, through the tunnel
     HEALTH = "health"
     METRICS = "metrics"
+    STATUS = "status"
     VERSION = "version"
 
 
@@ -28,6 +29,7 @@ ROUTES: dict[str, tuple[str, Target]] = {
     "/health": ("GET", Target.HEALTH),
     "/v1/health": ("GET", Target.HEALTH),
     "/metrics": ("GET", Target.METRICS),
+    "/status": ("GET", Target.STATUS),
 }
 
 # Known from OpenAI or vLLM, not served here yet; named so that the answer says more than "unknown".

@@ -1,4 +1,4 @@
-"""The pages that the Front answers itself: `/health`, `/metrics`, `/version`.
+"""The pages that the Front answers itself: `/health`, `/metrics`, `/status`, `/version`.
 
 Asks every replica at once, with a time limit for each. Leaves out the format of merged metrics (`metrics_merge.py`) and what a
 replica calls healthy (`engine_replica.py`).
@@ -7,12 +7,14 @@ replica calls healthy (`engine_replica.py`).
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import orthrus_serve
 from orthrus_serve.serving.error_shape import JSON_HEADERS
+from orthrus_serve.serving.live_status import Serving, live_status
 from orthrus_serve.serving.metrics_merge import merge_metrics
 from orthrus_serve.serving.pool import Pool
 from orthrus_serve.serving.tunnel import Header
@@ -27,18 +29,34 @@ HEALTH_MAX_AGE_S = 0.5
 METRICS_HEADERS: list[Header] = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 
 
+@dataclass(frozen=True)
+class StatusParts:
+    """Where `/status` has its answers from: this Front's own `info`, that of all Fronts, and its roles."""
+
+    own: Callable[[], Awaitable[Mapping[str, Any]]]
+    fronts: Callable[[str, float], Awaitable[list[Any]]]
+    serving: Serving
+
+
 class StatusPages:
     """Answers about the server as a whole."""
 
     def __init__(
-        self, pools: list[Pool], versions: Mapping[str, str], front_id: str, own_metrics: Callable[[], str]
+        self,
+        pools: list[Pool],
+        versions: Mapping[str, str],
+        front_id: str,
+        own_metrics: Callable[[], str],
+        parts: StatusParts,
     ) -> None:
         """
         Args:
             versions: what `/version` shows; the key `version` is vLLM's, as on vLLM's own page.
             front_id: value of the `replica` label of this Front's own metrics.
             own_metrics: this Front's metrics as Prometheus text.
+            parts: what `/status` is made of.
         """
+        self._parts = parts
         self._pools = pools
         self._versions = dict(versions)
         self._front_id = front_id
@@ -73,6 +91,18 @@ class StatusPages:
         if merged.unreadable:
             log.warning("metrics_unreadable", replicas=" ".join(merged.unreadable))
         return 200, METRICS_HEADERS, merged.text
+
+    async def status(self) -> Page:
+        """What is in force, by every Front and every engine replica."""
+        asked = [
+            self._parts.fronts("info", ASK_TIMEOUT_S),
+            *(pool.ask_all("info", ASK_TIMEOUT_S) for pool in self._pools),
+        ]
+        fronts, *engines = await asyncio.gather(*asked)
+        body = live_status(
+            await self._parts.own(), fronts, [one for pool in engines for one in pool], self._parts.serving
+        )
+        return 200, list(JSON_HEADERS), json.dumps(body).encode()
 
     def version(self) -> Page:
         """The versions of this package and of what it stands on."""

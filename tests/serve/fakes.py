@@ -52,8 +52,8 @@ class FakeEngine:
         return self
 
     async def set(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        refused = f"policy {wanted['policy']!r} is not known" if wanted.get("policy") == "nonsense" else None
-        if wanted.get("policy") == "explode":
+        refused = "step_tokens 12 is not known" if wanted.get("step_tokens") == 12 else None
+        if wanted.get("step_tokens") == 13:
             raise RuntimeError("a failed utility call")
         if refused is None:
             self.policy = wanted.get("policy", self.policy)

@@ -208,8 +208,8 @@ def test_version_names_vllm_and_ray(client: httpx.Client) -> None:
 def test_a_refused_or_broken_user_config_changes_nothing_and_kills_nobody(fake: App, client: httpx.Client) -> None:
     before = {info["replica"] for info in fake.info("Engine")}
     for user_config, refused in [
-        ({"policy": "unified_homo"}, None), ({"policy": "nonsense"}, "not known"), ({"policy": "explode"}, "failed"),
-        ([1], "mapping"), ({"policy": None}, None),
+        ({"policy": "unified_homo"}, None), ({"policy": "nonsense"}, "must be"), ({"step_tokens": 12}, "not known"),
+        ({"step_tokens": 13}, "failed"), ([1], "mapping"), ({"topology": "unified_homo", "policy": None}, None),
     ]:  # fmt: skip
         serve.get_deployment_handle("Engine", "fake").broadcast("reconfigure", user_config).results(timeout_s=10)
         for info in fake.info("Engine"):

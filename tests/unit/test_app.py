@@ -29,12 +29,12 @@ def test_engines_are_one_gpu_each_and_there_is_a_front_for_two_of_them() -> None
     front, engine = deployments()
     assert (front.name, front.num_replicas) == ("Front", 2)
     assert (engine.name, engine.num_replicas, engine.ray_actor_options["num_gpus"]) == ("Engine", 4, 1.0)
-    assert engine.user_config == {"policy": "unified_homo", "min_share": 0.25}
+    assert engine.user_config == {"topology": "unified_homo", "policy": "unified_homo", "min_share": 0.25}
     assert engine.max_ongoing_requests > 10_000
     assert engine._deployment_config.graceful_shutdown_timeout_s == GRACEFUL_SHUTDOWN_S
     router = engine._deployment_config.request_router_config
     assert router.request_router_class == "orthrus_serve.serving.router.RemainingTokenRouter"
-    assert router.request_router_kwargs == {"rule": "least_remaining_tokens", "replica_wait_s": 30.0}
+    assert router.request_router_kwargs == {"replica_wait_s": 30.0}
 
 
 @pytest.mark.parametrize(("gpus", "v2", "dynamo"), [(0, "0", "1"), (1, "1", None), (0.5, "1", None)])

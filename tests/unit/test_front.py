@@ -12,7 +12,7 @@ from orthrus_serve.serving.front import FrontApp, FrontLimits
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.pool import PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.routes import NOT_YET, ROUTES, Target
-from orthrus_serve.serving.status import StatusPages
+from orthrus_serve.serving.status import StatusPages, StatusParts
 from orthrus_serve.serving.tunnel import GONE_HEADER, Start, TunnelRequest
 
 JSON = [(b"content-type", b"application/json")]
@@ -67,12 +67,27 @@ class ScriptedPool:
         return self._answers
 
 
+FRONT = {
+    "front": "front-1", "topology": "orthrus", "rule": "round_robin", "dedicated": None, "refused": None,
+    "replicas": ["r1"], "routed": 3, "open": 0, "tokens": 0,
+}  # fmt: skip
+
+
+async def own_info() -> dict[str, Any]:
+    return FRONT
+
+
+async def all_fronts(method: str, timeout_s: float) -> list[Any]:
+    return [FRONT, TimeoutError("late")]
+
+
 class Client:
     """One HTTP exchange with a Front, as an ASGI server would have it."""
 
     def __init__(self, pool: ScriptedPool, max_body_bytes: int = 1000) -> None:
-        self.metrics = FrontMetrics("orthrus")
-        pages = StatusPages([pool], {"version": "0"}, "front-1", self.metrics.text)
+        self.metrics = FrontMetrics(lambda: "orthrus")
+        parts = StatusParts(own=own_info, fronts=all_fronts, serving=lambda _, replicas: replicas)
+        pages = StatusPages([pool], {"version": "0"}, "front-1", self.metrics.text, parts)
         limits = FrontLimits(max_body_bytes)
         self._app = FrontApp(pool, limits, ChargeEstimator(), self.metrics, pages)
         self.left = asyncio.Event()
@@ -292,3 +307,15 @@ async def test_metrics_tell_replicas_apart_and_survive_one_that_does_not_answer(
     assert b'a_total{replica="r1",x="1"} 1.0\na_total{replica="r2",x="1"} 2.0' in client.body
     assert client.body.count(b"# TYPE a_total counter") == 1
     assert b"r3" not in client.body
+
+
+async def test_the_status_page_tells_what_is_in_force_and_who_did_not_answer() -> None:
+    client = await Client(ScriptedPool(answers=[TimeoutError("late")])).ask("GET", "/status")
+    page = json.loads(client.body)
+    assert (client.status, page["topology"], page["rule"], page["num_fronts_silent"]) == (
+        200,
+        "orthrus",
+        "round_robin",
+        1,
+    )
+    assert page["engines"] == [{"replica": "r1", "answered": False, "kinds": ["generate", "embed"]}]

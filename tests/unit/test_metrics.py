@@ -1,22 +1,32 @@
 """Metrics as Prometheus text: those of the engine's reports, and many texts made one."""
 
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orthrus_serve.serving.metrics_export import EngineReportCollector, FrontMetrics, outcome_of
 from orthrus_serve.serving.metrics_merge import merge_metrics
+from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry.catalog import CATALOG
+from orthrus_serve.types import TopologyName
 
-REPORT = {
+REPORT: dict[str, Any] = {
     "policy": "orthrus", "running": 3, "waiting": 2, "prompt_left": {"generate": 10, "embed": 70},
     "totals": {"steps": 9, "mixed_steps": 4, "decode_tokens": 5, "prefill_tokens": 6, "embed_tokens": 7, "budget_tokens": 90},
     "requests": {"a": (0, 10, 0, 16), "b": (0, 0, 4, 16), "c": (1, 70, 0, 0)},
 }  # fmt: skip
 
 
+def seen(report: dict[str, Any]) -> TopologyTotals:
+    totals = TopologyTotals("orthrus")
+    totals.see(report["totals"])
+    return totals
+
+
 def test_a_report_of_the_engine_becomes_the_metrics_of_the_catalogue() -> None:
     registry = CollectorRegistry()
-    registry.register(EngineReportCollector("orthrus", lambda: REPORT))
+    registry.register(EngineReportCollector(seen(REPORT), lambda: REPORT))
     lines = set(generate_latest(registry).decode().splitlines())
     assert lines >= {
         'orthrus_engine_steps_total{topology="orthrus"} 9.0',
@@ -33,23 +43,51 @@ def test_a_report_of_the_engine_becomes_the_metrics_of_the_catalogue() -> None:
     }
 
 
+def test_after_a_switch_old_counts_keep_their_topology_and_new_ones_have_the_new() -> None:
+    totals, registry = seen(REPORT), CollectorRegistry()
+    report = {**REPORT, "policy": "hetero_fcfs", "totals": {**REPORT["totals"], "steps": 14}}
+    registry.register(EngineReportCollector(totals, lambda: report))
+    totals.topology = "dedicated"
+    totals.see(report["totals"])
+    lines = set(generate_latest(registry).decode().splitlines())
+    assert lines >= {
+        'orthrus_engine_steps_total{topology="orthrus"} 9.0',
+        'orthrus_engine_steps_total{topology="dedicated"} 5.0',
+        'orthrus_engine_running_requests{topology="dedicated"} 3.0',
+        'orthrus_engine_policy_info{policy="hetero_fcfs",topology="dedicated"} 1.0',
+    }
+    assert not any('running_requests{topology="orthrus"}' in line for line in lines)
+
+
+def test_a_request_that_is_open_during_a_switch_is_counted_where_it_began() -> None:
+    topology: list[TopologyName] = ["orthrus"]
+    metrics = FrontMetrics(lambda: topology[-1])
+    began = metrics.began("embed")
+    topology.append("dedicated")
+    metrics.ended("embed", began, "ok")
+    lines = metrics.text().splitlines()
+    assert 'orthrus_front_in_flight_requests{kind="embed",topology="orthrus"} 0.0' in lines
+    assert 'orthrus_requests_total{kind="embed",outcome="ok",topology="orthrus"} 1.0' in lines
+    assert 'topology="dedicated"' not in metrics.text()
+
+
 def test_before_its_first_report_an_engine_has_no_metrics() -> None:
     registry = CollectorRegistry()
-    registry.register(EngineReportCollector("orthrus", dict))
+    registry.register(EngineReportCollector(TopologyTotals("orthrus"), dict))
     assert generate_latest(registry) == b""
 
 
 def test_every_metric_of_the_catalogue_is_published() -> None:
     registry = CollectorRegistry()
-    registry.register(EngineReportCollector("orthrus", lambda: REPORT))
-    front = FrontMetrics("orthrus")
+    registry.register(EngineReportCollector(seen(REPORT), lambda: REPORT))
+    front = FrontMetrics(lambda: "orthrus")
     front.ended("embed", front.began("embed"), "ok")
     text = generate_latest(registry).decode() + front.text()
     assert [metric.name for metric in CATALOG if f"\n{metric.name}" not in text] == []
 
 
 def test_merging_keeps_histograms_escapes_and_labels() -> None:
-    metrics = FrontMetrics("orthrus")
+    metrics = FrontMetrics(lambda: "orthrus")
     metrics.ended("embed", metrics.began("embed"), "ok")
     odd = '# HELP m "a" \\\\ b\n# TYPE m gauge\nm{path="C:\\\\x\\"y\\nz",replica="own"} NaN\n'
     merged = merge_metrics({"f": metrics.text(), "r": odd})

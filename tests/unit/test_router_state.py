@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.types import ReplicaId, RequestId
@@ -53,6 +54,16 @@ def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
     with pytest.raises(NoReplicaError, match="c is not running"):
         choose(state, "3", [A, B], only="c")
     assert state.ledger.num_open == 2
+
+
+def test_with_roles_each_kind_goes_to_its_own_replicas_and_what_has_no_kind_anywhere() -> None:
+    state = RouterState(split=Split(1, 1))
+    assert {choose(state, str(n), [B, A], kind="embed") for n in range(9)} == {A}
+    assert {choose(state, str(n), [A, B], kind="generate") for n in range(9)} == {B}
+    assert {choose(state, f"x{n}", [A, B]) for n in range(30)} == {A, B}
+    assert choose(state, "y", [B], kind="embed") == B
+    # Where the only replica of a role has just failed the request, another takes the role.
+    assert choose(state, "z", [A, B], kind="embed", avoid=("a",)) == B
 
 
 def test_the_late_end_of_a_first_try_does_not_settle_the_second() -> None:

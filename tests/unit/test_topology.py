@@ -48,6 +48,10 @@ def test_one_replica_cannot_be_dedicated():
     assert split_for("orthrus", 1, Split(1, 3)) is None
 
 
+def test_a_split_that_is_given_holds_for_whatever_number_of_replicas_there_will_be():
+    assert split_for("dedicated", 1, Split(1, 3)) == Split(1, 3)
+
+
 def test_the_rule_can_be_given():
     assert expand("orthrus", num_replicas=2, router_rule="round_robin").router_rule == "round_robin"
 

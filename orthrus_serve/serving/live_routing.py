@@ -1,0 +1,69 @@
+"""What one Front goes by, as it is changed live: topology, router rule, roles.
+
+Guards: a change that cannot be is refused whole, with its reason, and nothing changes; nothing here raises, since Serve kills a
+replica whose `reconfigure` does. Leaves out the engines' policy, which changes by their own `user_config`.
+"""
+
+from typing import Any
+
+from orthrus_serve.config.load import parse_live
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.policy.topology import Topology, expand
+from orthrus_serve.serving.router_state import RouterState
+from orthrus_serve.telemetry.log import event_log
+from orthrus_serve.types import TopologyName
+
+log = event_log(__name__)
+
+
+class LiveRouting:
+    """The routing of one Front; writes rule and roles to the state that its router chooses by."""
+
+    def __init__(self, args: AppArgs, state: RouterState) -> None:
+        """As `args` say. Raises ConfigError when they ask for what cannot be."""
+        self._args = args
+        self._state = state
+        self._refused: str | None = None
+        self._set(self._expanded(FrontLiveSpec()))
+
+    @property
+    def topology(self) -> TopologyName:
+        """The topology in force."""
+        return self._topology.name
+
+    def change(self, user_config: Any) -> None:
+        """Follows the Front's `user_config` from the next choice on. What it does not name is as `args` have it."""
+        try:
+            topology = self._expanded(parse_live(user_config, ("user_config",), FrontLiveSpec))
+        except ConfigError as error:
+            self._refused = str(error)
+            log.error("reconfigure_refused", reason=self._refused)  # noqa: TRY400 - a refusal, not a failure
+            return
+        self._refused = None
+        self._set(topology)
+
+    def describe(self) -> dict[str, Any]:
+        """What is in force, and why the last change was refused, if it was. JSON-able."""
+        split = self._topology.split
+        return {
+            "topology": self._topology.name,
+            "rule": self._topology.router_rule,
+            "dedicated": None if split is None else {"embed": split.embed, "generate": split.generate},
+            "refused": self._refused,
+        }
+
+    def _expanded(self, live: FrontLiveSpec) -> Topology:
+        wanted = self._args.routed(live)
+        return expand(
+            wanted.topology or self._args.topology,
+            num_replicas=self._args.num_replicas,
+            split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
+            router_rule=wanted.rule,
+        )
+
+    def _set(self, topology: Topology) -> None:
+        # Two plain assignments, seen by the router's thread one after the other: a choice in between is a choice by either.
+        self._topology = topology
+        self._state.rule, self._state.split = topology.router_rule, topology.split

@@ -1,0 +1,58 @@
+"""What `/status` says: the topology, rule and roles in force, by every Front and every engine, and what each refused. Pure.
+
+`orthrus-serve switch` waits by it. Guards: a replica that did not answer is there, and says so; nobody is taken for switched
+who did not say it. Leaves out how they are asked (`status.py`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, get_args
+
+from orthrus_serve.types import ReplicaId, RequestKind
+
+KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
+Serving = Callable[[RequestKind, Sequence[ReplicaId]], Sequence[ReplicaId]]
+
+
+def live_status(
+    own: Mapping[str, Any], front_answers: Collection[Any], engine_answers: Collection[Any], serving: Serving
+) -> dict[str, Any]:
+    """The page as one JSON-able mapping.
+
+    Args:
+        own: `Front.info()` of the Front that answers; its `replicas` are the engine replicas that Serve calls running.
+        front_answers: `Front.info()` of all, or the exception of one that did not answer.
+        engine_answers: `EngineReplica.info()` of all, or exceptions.
+        serving: which replicas serve a kind, as the Front that answers routes.
+    """
+    fronts = [answer for answer in front_answers if isinstance(answer, Mapping)]
+    engines = {str(answer["replica"]): answer for answer in engine_answers if isinstance(answer, Mapping)}
+    running = [ReplicaId(replica) for replica in own["replicas"]]
+    kinds = {replica: [kind for kind in KINDS if replica in serving(kind, running)] for replica in running}
+    return {
+        **{key: own[key] for key in ("topology", "rule", "dedicated")},
+        "fronts": [{key: value for key, value in front.items() if key != "replicas"} for front in fronts],
+        "num_fronts_silent": len(front_answers) - len(fronts),
+        "engines": [
+            _engine(replica, kinds.get(ReplicaId(replica), []), engines) for replica in sorted({*running, *engines})
+        ],
+    }
+
+
+def _engine(replica: str, kinds: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    answer = answers.get(replica)
+    if answer is None:
+        return {"replica": replica, "answered": False, "kinds": kinds}
+    settings, report = answer["settings"], answer["report"]
+    return {
+        "replica": replica,
+        "answered": True,
+        "topology": answer["topology"],
+        "policy": report.get("policy"),
+        "kinds": kinds,
+        "settings": settings["applied"],
+        "refused": settings["refused"],
+        "open": answer["open"],
+        "in_engine": answer["in_engine"],
+        "remaining_tokens": answer["remaining_tokens"],
+        "totals": report.get("totals", {}),
+    }

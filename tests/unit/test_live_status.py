@@ -1,0 +1,41 @@
+"""The status page says what each Front and engine said, and names those that said nothing."""
+
+from typing import Any
+
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.serving.live_status import live_status
+from orthrus_serve.serving.router_state import RouterState
+from orthrus_serve.types import ReplicaId
+
+FRONT: dict[str, Any] = {
+    "front": "f1", "topology": "dedicated", "rule": "round_robin", "dedicated": {"embed": 1, "generate": 2},
+    "refused": None, "replicas": ["a", "b", "c"], "routed": 7, "open": 1, "tokens": 30,
+}  # fmt: skip
+
+
+def engine(replica: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "replica": replica, "pid": 1, "topology": "dedicated", "open": 2, "in_engine": 1,
+        "remaining_tokens": {"generate": 5, "embed": 0}, "report": {"policy": "hetero_fcfs", "totals": {"steps": 9}},
+        "settings": {"applied": {"policy": "hetero_fcfs"}, "refused": None}, **changes,
+    }  # fmt: skip
+
+
+def test_roles_policies_and_refusals_are_told_by_replica():
+    state = RouterState(split=Split(1, 2))
+    refused = engine("b", settings={"applied": {}, "refused": "no such policy"})
+    page = live_status(FRONT, [FRONT, TimeoutError()], [refused, TimeoutError(), engine("a")], state.serving)
+    assert (page["topology"], page["rule"], page["num_fronts_silent"]) == ("dedicated", "round_robin", 1)
+    assert page["fronts"] == [{key: value for key, value in FRONT.items() if key != "replicas"}]
+    a, b, c = page["engines"]
+    assert (a["kinds"], b["kinds"], c["kinds"]) == (["embed"], ["generate"], ["generate"])
+    assert (a["answered"], a["policy"], a["refused"], a["totals"]) == (True, "hetero_fcfs", None, {"steps": 9})
+    assert b["refused"] == "no such policy"
+    assert c == {"replica": "c", "answered": False, "kinds": ["generate"]}
+
+
+def test_an_engine_that_answers_and_is_not_listed_yet_serves_nothing():
+    state = RouterState()
+    page = live_status({**FRONT, "replicas": []}, [], [engine("new")], state.serving)
+    assert page["engines"][0]["kinds"] == []
+    assert state.serving("embed", [ReplicaId("x")]) == [ReplicaId("x")]
