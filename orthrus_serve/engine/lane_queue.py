@@ -18,6 +18,11 @@ def lane_of(request: Request) -> Lane:
     return Lane.EMBED if request.pooling_params is not None else Lane.GENERATE
 
 
+def adapter_of(request: Request) -> int:
+    """The number of its adapter, 0 for none."""
+    return request.lora_request.lora_int_id if request.lora_request else 0
+
+
 def tokens_left(request: Request) -> int:
     """Known tokens of the request (prompt, and output of a preempted one) that are not computed yet."""
     return request.num_tokens - request.num_computed_tokens
@@ -32,6 +37,7 @@ class LaneQueue(RequestQueue):
     def __init__(self) -> None:
         self._lines: tuple[deque[Request], deque[Request]] = (deque(), deque())
         self._added: dict[str, tuple[int, int]] = {}  # request id → tokens left and step number when it was added
+        self._skipped: dict[str, int] = {}  # request id → step when it was added, of those popped in this step
         self._step = 0
         self._tokens = [0, 0]
         self._plan: StepPlan | None = None
@@ -41,6 +47,7 @@ class LaneQueue(RequestQueue):
     def tick(self) -> None:
         """A step begins: waiting is counted in steps."""
         self._step += 1
+        self._skipped.clear()
 
     def ages(self, max_wait_steps: int) -> Ages:
         """Which lanes' heads have waited for more than `max_wait_steps`, and which head is the older one."""
@@ -86,9 +93,11 @@ class LaneQueue(RequestQueue):
 
     @override
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        # vLLM hands over what it skipped, last skipped first: pushing one by one to the left restores each line's order.
+        # vLLM hands over what it skipped, last skipped first: pushing one by one to the left restores each line's order. To
+        # be skipped is to go on waiting, so these keep their age.
         for request in requests:
-            self.prepend_request(request)
+            self._lines[lane_of(request)].appendleft(request)
+            self._count(request, self._skipped.get(request.request_id))
 
     @override
     def peek_request(self) -> Request:
@@ -106,7 +115,7 @@ class LaneQueue(RequestQueue):
             raise IndexError("pop from an empty queue")
         self._offered = None
         request = self._lines[lane].popleft()
-        self._uncount(request)
+        self._skipped[request.request_id] = self._uncount(request)
         return request
 
     @override
@@ -138,15 +147,18 @@ class LaneQueue(RequestQueue):
         merged = [*self._lines[Lane.GENERATE], *self._lines[Lane.EMBED]]
         return iter(sorted(merged, key=lambda request: request.arrival_time))
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: Request, since: int | None = None) -> None:
         # What was added is remembered: a preempted request may still grow while it waits (async scheduling delivers tokens
         # that were in flight), and a total that takes away more than was added never comes back to zero.
-        tokens, _ = self._added[request.request_id] = (tokens_left(request), self._step)
+        tokens = tokens_left(request)
+        self._added[request.request_id] = (tokens, self._step if since is None else since)
         self._tokens[lane_of(request)] += tokens
 
-    def _uncount(self, request: Request) -> None:
-        tokens, _ = self._added.pop(request.request_id, (0, 0))
+    def _uncount(self, request: Request) -> int:
+        """Returns the step when it was added."""
+        tokens, since = self._added.pop(request.request_id, (0, self._step))
         self._tokens[lane_of(request)] -= tokens
+        return since
 
     def _next(self) -> Lane | None:
         if self._plan is None:
@@ -175,8 +187,4 @@ class LaneQueue(RequestQueue):
         Freed KV blocks are kept for the older one, otherwise a stream of small requests of the other kind starves it.
         """
         assert self._plan is not None
-        if lane in self._plan.blocked:
-            return False
-        if lane.other not in self._plan.blocked or not self._lines[lane.other]:
-            return True
-        return self._lines[lane][0].arrival_time < self._lines[lane.other][0].arrival_time
+        return lane not in self._plan.blocked and self._lines[lane][0].arrival_time <= self._plan.before

@@ -7,13 +7,13 @@ every hidden state, a record of what each step held, and the core's end of the c
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
 
 from orthrus_serve.engine.channel import CoreChannelMixin, install_channel
-from orthrus_serve.engine.lane_queue import LaneQueue, lane_of, tokens_left
+from orthrus_serve.engine.lane_queue import LaneQueue, adapter_of, lane_of, tokens_left
 from orthrus_serve.engine.settings import EngineSettings
 from orthrus_serve.engine.step_record import StepRecorder
 from orthrus_serve.engine.vllm_compat import (
@@ -25,7 +25,18 @@ from orthrus_serve.engine.vllm_compat import (
     SchedulerOutput,
     verify_hooks,
 )
-from orthrus_serve.policy.step_plan import Admissible, Lane, LaneLoad, StepPlan, plan_alternating, plan_step
+from orthrus_serve.policy.step_plan import (
+    LANES,
+    Adapters,
+    Admissible,
+    Ages,
+    Lane,
+    LaneLoad,
+    StepPlan,
+    plan_alternating,
+    plan_step,
+    usable_waiting_tokens,
+)
 from orthrus_serve.policy.step_time import StepTimeModel, step_budget
 
 verify_hooks(SCHEDULER_HOOKS)
@@ -37,21 +48,21 @@ LEAST_PREFILL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do before a step: decode tokens, each lane's load, free slots and free KV blocks."""
+    """What there is to do before a step: decode tokens, each lane's load, free slots and KV blocks, adapters of the running."""
 
     decodes: int
     loads: tuple[LaneLoad, LaneLoad]
     free_slots: int
     free_blocks: int
+    ages: Ages
+    adapters: Adapters
 
     @property
     def usable_tokens(self) -> int:
         """Tokens that could be computed at once, were there no budget; waiting requests only as slots and memory allow."""
-        loads = self.loads
-        waiting = sum(
-            a.tokens for load in loads for a in load.waiting[: self.free_slots] if a.blocks <= self.free_blocks
-        )
-        return self.decodes + loads[0].running_tokens + loads[1].running_tokens + waiting
+        running = self.loads[0].running_tokens + self.loads[1].running_tokens
+        waiting = usable_waiting_tokens(self.loads, self.free_slots, self.free_blocks, self.adapters)
+        return self.decodes + running + waiting
 
 
 class MixedSchedulerMixin(CoreChannelMixin):
@@ -66,6 +77,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
         self.step_time = StepTimeModel(scale=self.scheduler_config.max_num_batched_tokens)
         self._own_budget = self.max_num_scheduled_tokens
         self._idle_lane: Lane | None = None
+        self._adapters = Adapters()
         self._last_lane = Lane.EMBED
         self._in_flight: deque[tuple[int, int, float]] = deque()  # tokens, decodes, start of each step not yet updated
         self._last_end_s = 0.0
@@ -88,6 +100,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
         work = self._survey()
         budget = self._step_budget(work)
         plan = self._plan(work, budget)
+        self._adapters = work.adapters
         if plan is not None:
             self.waiting.begin(plan)
         self.max_num_scheduled_tokens = budget  # what the stock loop starts from
@@ -123,6 +136,17 @@ class MixedSchedulerMixin(CoreChannelMixin):
             return count  # a decode: reserved before the quotas were made
         return self.waiting.take(lane, count)
 
+    # Called for each head that the stock loop looks at; False means "skip it for this step".
+    @override
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        adapter, kept_for = adapter_of(request), self._adapters.kept_for
+        if kept_for and adapter not in (0, kept_for):
+            # Admission changes what is used, so it is counted anew. The stock loop itself counts only up to `max_loras`.
+            used = frozenset(adapter_of(running) for running in self.running) - {0}
+            if not replace(self._adapters, used=used).admits(adapter):
+                return False
+        return super()._handle_blocked_waiting_request(request)
+
     def _step_budget(self, work: Work) -> int:
         largest = min(self._own_budget, self.live.step_tokens or self._own_budget)
         target_ms = self.live.target_tpot_ms
@@ -145,7 +169,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
                 free_slots=work.free_slots,
                 free_blocks=work.free_blocks,
                 min_share=self.live.min_share,
-                ages=self.waiting.ages(self.live.max_wait_steps),
+                ages=work.ages,
+                adapters=work.adapters,
             )
         has_work = [
             bool(load.running_tokens or (load.waiting and load.waiting[0].blocks <= work.free_blocks))
@@ -158,27 +183,52 @@ class MixedSchedulerMixin(CoreChannelMixin):
 
     def _survey(self) -> Work:
         prefill, decodes = [0, 0], 0
+        used: tuple[set[int], set[int]] = (set(), set())
         for request in self.running:
             count = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            lane = lane_of(request)
             if request.is_prefill_chunk:
-                prefill[lane_of(request)] += max(count, 0)
-            elif not _last_token_in_flight(request):
+                prefill[lane] += max(count, 0)
+            elif _last_token_in_flight(request):
+                continue
+            else:
                 decodes += max(count, 0)
+            used[lane].add(adapter_of(request))
         free_slots = max(0, self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input)
-        loads = (
-            LaneLoad(prefill[0], self._admissible(Lane.GENERATE, free_slots)),
-            LaneLoad(prefill[1], self._admissible(Lane.EMBED, free_slots)),
-        )
-        return Work(decodes, loads, free_slots, self._num_free_blocks())
+        ages = self.waiting.ages(self.live.max_wait_steps) if self.live.policy == "orthrus" else Ages()
+        adapters = self._places(used[0] | used[1], ages)
+        loads = [
+            LaneLoad(prefill[lane], self._admissible(lane, free_slots, self._adapters_beside(lane, used, adapters)))
+            for lane in LANES
+        ]
+        return Work(decodes, (loads[0], loads[1]), free_slots, self._num_free_blocks(), ages, adapters)
 
-    def _admissible(self, lane: Lane, free_slots: int) -> tuple[Admissible, ...]:
-        """Heads of a lane's line that could start, up to the free slots and one budget's worth of tokens."""
+    def _places(self, used: set[int], ages: Ages) -> Adapters:
+        """Places for adapters; the next one is kept for the oldest overdue request that needs one."""
+        most = self.lora_config.max_loras if self.lora_config else 0
+        heads = sorted((self.waiting.line(lane)[0] for lane in ages.overdue), key=lambda head: head.arrival_time)
+        wanted = [adapter_of(head) for head in heads]
+        used = used - {0}
+        return Adapters(frozenset(used), most, next((adapter for adapter in wanted if adapter not in {0, *used}), 0))
+
+    def _adapters_beside(self, lane: Lane, used: tuple[set[int], set[int]], adapters: Adapters) -> Adapters:
+        """What a lane's waiting requests find in use: an alternating step holds nothing of the other lane."""
+        alone = self.live.policy == "unified_homo"
+        return replace(adapters, used=frozenset(used[lane] - {0})) if alone else adapters
+
+    def _admissible(self, lane: Lane, free_slots: int, adapters: Adapters) -> tuple[Admissible, ...]:
+        """Requests of a lane that could start, in order, up to the free slots and one budget's worth of tokens."""
         heads: list[Admissible] = []
         tokens = 0
         for request in self.waiting.line(lane):
             if len(heads) >= free_slots or tokens >= self._own_budget:
                 break
-            heads.append(Admissible(tokens_left(request), -(-request.num_tokens // self.block_size)))
+            adapter = adapter_of(request)
+            if not adapters.admits(adapter):
+                continue
+            adapters = adapters.adding(adapter)
+            blocks = -(-request.num_tokens // self.block_size)
+            heads.append(Admissible(tokens_left(request), blocks, adapter, request.arrival_time))
             tokens += heads[-1].tokens
         return tuple(heads)
 

@@ -93,6 +93,7 @@ SCHEDULER_HOOKS: tuple[Hook | Uses, ...] = (
         ("request", "num_computed_tokens", "num_new_tokens"),
         "the only per-request hook that both loops of schedule() call with the token count",
     ),
+    Hook(_SCHEDULER, "_handle_blocked_waiting_request", ("request",), "heads are skipped here"),
     Hook(_SCHEDULER, "schedule", ("throttle_prefills",), "a step begins and ends here"),
     Hook(_SCHEDULER, "add_request", ("request",), "prefix-cache reads are decided here"),
     Hook(_SCHEDULER, "update_from_output", ("scheduler_output", "model_runner_output"), "a step's results arrive here"),
@@ -102,9 +103,9 @@ SCHEDULER_HOOKS: tuple[Hook | Uses, ...] = (
         _SCHEDULER,
         (
             "waiting", "running", "requests", "vllm_config", "scheduler_config", "kv_cache_manager", "block_size",
-            "max_num_scheduled_tokens", "max_num_active_reqs", "num_waiting_for_streaming_input",
+            "max_num_scheduled_tokens", "max_num_active_reqs", "num_waiting_for_streaming_input", "lora_config",
         ),
-        "budgets, lanes and free slots are read off the scheduler",
+        "budgets, lanes, free slots and places for adapters are read off the scheduler",
     ),
     Uses(
         "vllm.v1.request:Request",

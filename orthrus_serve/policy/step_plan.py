@@ -4,9 +4,11 @@ Knows requests only as token counts. Leaves out which requests are scheduled (vL
 kind), decodes (reserved before anything here), KV memory beyond a count of blocks, and time.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import takewhile
 
 from orthrus_serve.types import RequestKind
 
@@ -33,10 +35,47 @@ LANES = (Lane.GENERATE, Lane.EMBED)
 
 @dataclass(frozen=True)
 class Admissible:
-    """A waiting request that could start: prompt tokens it has left, and KV blocks that its whole prompt needs."""
+    """A waiting request that could start.
+
+    Attributes:
+        tokens: prompt tokens it has left.
+        blocks: KV blocks that its whole prompt needs.
+        adapter: number of its adapter, 0 for none.
+        arrival: when it arrived, in any unit.
+    """
 
     tokens: int
     blocks: int
+    adapter: int = 0
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a step: a forward holds at most `most` different ones.
+
+    Attributes:
+        used: adapters of the requests that the step holds already.
+        most: how many different ones fit.
+        kept_for: adapter of a request that has waited too long for a place; 0 when there is none. The next place is its own,
+            and until one is free nobody prolongs the use of the others.
+    """
+
+    used: frozenset[int] = frozenset()
+    most: int = 0
+    kept_for: int = 0
+
+    def admits(self, adapter: int) -> bool:
+        """Whether a request with this adapter may start."""
+        if adapter == 0:
+            return True
+        kept = self.kept_for not in (0, adapter) and self.kept_for not in self.used
+        taken = len(self.used) + kept
+        return taken <= self.most if adapter in self.used else taken < self.most
+
+    def adding(self, adapter: int) -> "Adapters":
+        """The same after a request with this adapter has started."""
+        return self if adapter == 0 or adapter in self.used else replace(self, used=self.used | {adapter})
 
 
 @dataclass(frozen=True)
@@ -65,11 +104,13 @@ class StepPlan:
     Attributes:
         quota: most prefill tokens of each lane.
         blocked: lanes whose oldest waiting request does not fit into free KV memory; it is not offered this step.
+        before: requests that arrived after this do not start: freed memory is kept for an older one that did not fit.
         ages: the ages that the plan was made for.
     """
 
     quota: tuple[int, int]
     blocked: frozenset[Lane] = frozenset()
+    before: float = math.inf
     ages: Ages = Ages()
 
 
@@ -116,11 +157,13 @@ def plan_step(
     free_blocks: int,
     min_share: float,
     ages: Ages = Ages(),
+    adapters: Adapters = Adapters(),
 ) -> StepPlan:
     """Quotas for a step of policy `orthrus`: proportional to remaining tokens, with a floor, wasting nothing usable.
 
-    Demand counts only what can be admitted: waiting requests up to the free slots and free KV blocks. Since both lanes draw
-    on the same slots, the admission is played through once, and what a lane turns out unable to use goes to the other.
+    Demand counts only what can be admitted: waiting requests up to the free slots, KV blocks and places for adapters. Since
+    both lanes draw on the same ones, the admission is played through once, and what a lane turns out unable to use goes to
+    the other.
 
     Args:
         budget: tokens of the step that decodes leave over.
@@ -129,20 +172,22 @@ def plan_step(
         free_blocks: KV blocks that are free.
         min_share: see `split_budget`; a lane that alone is overdue gets half of the budget instead.
         ages: which lanes have waited too long. Together with the floor this bounds every wait (`docs/scheduling.md`).
+        adapters: what the requests that run in this step use.
     """
     budget = max(budget, 0)
     blocked = frozenset(lane for lane in LANES if _does_not_fit(loads[lane], free_slots, free_blocks))
-    startable = tuple(() if lane in blocked else tuple(loads[lane].waiting[:free_slots]) for lane in LANES)
+    before = min((loads[lane].waiting[0].arrival for lane in blocked), default=math.inf)
+    startable = tuple(() if lane in blocked else _not_after(loads[lane], before, free_slots) for lane in LANES)
     demand = tuple(loads[lane].running_tokens + sum(a.tokens for a in startable[lane]) for lane in LANES)
     shares = [0.5 if ages.overdue == frozenset({lane}) else min_share for lane in LANES]
     quota = split_budget(budget, (demand[0], demand[1]), (shares[0], shares[1]))
-    admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks, ages)
+    admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks, ages, adapters)
     usable = [loads[lane].running_tokens + admitted[lane] for lane in LANES]
     result = [min(quota[lane], usable[lane]) for lane in LANES]
     for lane in LANES:
         spare = min(budget - sum(result), max(0, usable[lane] - result[lane]), left[lane.other])
         result[lane] += max(spare, 0)
-    return StepPlan(quota=(result[0], result[1]), blocked=blocked, ages=ages)
+    return StepPlan(quota=(result[0], result[1]), blocked=blocked, before=before, ages=ages)
 
 
 def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[Lane, StepPlan]:
@@ -162,6 +207,25 @@ def plan_alternating(last: Lane, work: tuple[bool, bool], budget: int) -> tuple[
     return lane, StepPlan(quota=(quota[0], quota[1]))
 
 
+def usable_waiting_tokens(
+    loads: tuple[LaneLoad, LaneLoad], free_slots: int, free_blocks: int, adapters: Adapters
+) -> int:
+    """Tokens of the waiting requests that could start at once, oldest first, were there no budget."""
+    tokens = 0
+    for request in sorted((*loads[0].waiting, *loads[1].waiting), key=lambda request: request.arrival):
+        if free_slots <= 0:
+            break
+        if request.blocks <= free_blocks and adapters.admits(request.adapter):
+            tokens += request.tokens
+            free_slots, free_blocks = free_slots - 1, free_blocks - request.blocks
+            adapters = adapters.adding(request.adapter)
+    return tokens
+
+
+def _not_after(load: LaneLoad, before: float, free_slots: int) -> tuple[Admissible, ...]:
+    return tuple(takewhile(lambda request: request.arrival <= before, load.waiting[:free_slots]))
+
+
 def _does_not_fit(load: LaneLoad, free_slots: int, free_blocks: int) -> bool:
     return bool(load.waiting) and free_slots > 0 and load.waiting[0].blocks > free_blocks
 
@@ -173,6 +237,7 @@ def _play_admission(
     free_slots: int,
     free_blocks: int,
     ages: Ages,
+    adapters: Adapters,
 ) -> tuple[list[int], list[int]]:
     """Tokens of the waiting requests that each lane admits under these quotas, and the quota each leaves unused."""
     left = [quota[lane] - min(quota[lane], loads[lane].running_tokens) for lane in LANES]
@@ -187,6 +252,9 @@ def _play_admission(
             break
         request = startable[lane][position[lane]]
         position[lane] += 1
+        if not adapters.admits(request.adapter):
+            continue  # as vLLM's waiting loop: skipped, and the next one in its line is looked at
+        adapters = adapters.adding(request.adapter)
         admitted[lane] += request.tokens
         left[lane] -= min(left[lane], request.tokens)
         free_blocks -= request.blocks

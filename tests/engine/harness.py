@@ -161,21 +161,27 @@ class Engine:
     def runner(self) -> Any:
         return self.llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
 
-    def generate(self, request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> None:
-        """Adds a generation; greedy unless told otherwise."""
+    def generate(
+        self, request_id: str, prompt: list[int], max_tokens: int = 24, *, adapter: Path | None = None, **sampling: Any
+    ) -> None:
+        """Adds a generation; greedy and without an adapter unless told otherwise."""
         params = SamplingParams(
             **({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | sampling)
         )
-        self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        lora = None if adapter is None else self._second(adapter)
+        self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
 
     def embed(
         self, request_id: str, prompt: list[int], pooling: str = "last", *, adapter: Path | None = None, **extra: Any
     ) -> None:
         """Adds an embedding with the tiny adapter (or another folder)."""
         params = PoolingParams(task="embed", extra_kwargs={"pooling": pooling, **extra})
-        path = adapter or self.tiny.adapter
-        lora = LoRARequest("orthrus-embed" if adapter is None else path.name, 1 if adapter is None else 2, str(path))
+        lora = LoRARequest("orthrus-embed", 1, str(self.tiny.adapter)) if adapter is None else self._second(adapter)
         self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
+
+    @staticmethod
+    def _second(adapter: Path) -> LoRARequest:
+        return LoRARequest(adapter.name, 2, str(adapter))
 
     def step(self) -> None:
         """One engine step."""

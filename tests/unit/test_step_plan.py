@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orthrus_serve.policy.step_plan import (
+    Adapters,
     Admissible,
     Ages,
     Lane,
@@ -12,12 +13,20 @@ from orthrus_serve.policy.step_plan import (
     plan_alternating,
     plan_step,
     split_budget,
+    usable_waiting_tokens,
 )
 
 budgets = st.integers(0, 4096)
 counts = st.integers(0, 10_000)
 shares = st.floats(0, 0.5)
-waiting = st.lists(st.builds(Admissible, tokens=st.integers(1, 900), blocks=st.integers(1, 40)), max_size=12)
+heads = st.builds(
+    Admissible,
+    tokens=st.integers(1, 900),
+    blocks=st.integers(1, 40),
+    adapter=st.integers(0, 3),
+    arrival=st.integers(0, 20).map(float),
+)
+waiting = st.lists(heads, max_size=12)
 loads = st.builds(LaneLoad, running_tokens=st.integers(0, 3000), waiting=waiting)
 
 
@@ -81,6 +90,50 @@ def test_a_lane_whose_head_does_not_fit_holds_no_budget() -> None:
     plan = plan_step(256, (load(100, 300), big), free_slots=8, free_blocks=10, min_share=0.125)
     assert plan.quota == (256, 0)
     assert plan.blocked == {Lane.EMBED}
+
+
+def test_a_head_younger_than_one_that_does_not_fit_holds_no_budget() -> None:
+    """Freed memory is kept for the older one, so the younger one of the other kind does not start."""
+    loads = (LaneLoad(0, (Admissible(500, 50, arrival=1.0),)), LaneLoad(300, (Admissible(200, 5, arrival=2.0),)))
+    plan = plan_step(256, loads, free_slots=8, free_blocks=10, min_share=0.125)
+    assert (plan.quota, plan.before) == ((0, 256), 1.0)
+    older = (LaneLoad(0, (Admissible(500, 50, arrival=3.0),)), loads[1])
+    assert plan_step(600, older, free_slots=8, free_blocks=10, min_share=0.125).quota == (0, 500)
+
+
+def test_a_lane_without_a_place_for_its_adapter_holds_no_budget() -> None:
+    adapted = LaneLoad(0, (Admissible(500, 1, adapter=7),))
+    full = Adapters(frozenset({3}), most=1)
+    plan = plan_step(256, (load(running=400), adapted), free_slots=8, free_blocks=99, min_share=0.125, adapters=full)
+    assert plan.quota == (256, 0)
+
+
+def test_one_place_wanted_by_both_lanes_wastes_nothing_of_running_work() -> None:
+    generate, embed = LaneLoad(10, (Admissible(90, 1, adapter=1),)), LaneLoad(500, (Admissible(90, 1, adapter=2),))
+    one = Adapters(most=1)
+    plan = plan_step(100, (generate, embed), free_slots=8, free_blocks=99, min_share=0.125, adapters=one)
+    assert sum(plan.quota) == 100
+
+
+@given(st.frozensets(st.integers(1, 5), max_size=4), st.integers(0, 4), st.integers(0, 5), st.integers(0, 5))
+def test_adapters_never_exceed_their_places_and_the_kept_one_is_not_taken(
+    used: frozenset[int], most: int, kept_for: int, adapter: int
+) -> None:
+    before = Adapters(used, max(most, len(used)), kept_for)
+    if before.admits(adapter):
+        after = before.adding(adapter)
+        assert len(after.used) <= after.most
+        if kept_for and adapter:
+            assert after.admits(kept_for)
+
+
+def test_usable_tokens_count_what_could_start_together() -> None:
+    loads = (
+        LaneLoad(0, (Admissible(10, 1, adapter=1, arrival=1.0), Admissible(20, 1, arrival=3.0))),
+        LaneLoad(0, (Admissible(40, 1, adapter=2, arrival=2.0), Admissible(80, 99, arrival=4.0))),
+    )
+    assert usable_waiting_tokens(loads, 8, 50, Adapters(most=1)) == 30  # not the second adapter, not what does not fit
+    assert usable_waiting_tokens(loads, 1, 50, Adapters(most=2)) == 10
 
 
 def test_what_waits_beyond_the_free_slots_holds_no_budget() -> None:
