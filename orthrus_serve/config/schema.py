@@ -126,6 +126,20 @@ class LimitSpec(Section):
     max_logprobs: int = Field(default=20, ge=0)
 
 
+class HealthSpec(Section):
+    """When a replica that is alive but cannot serve leaves the pool, and when it is replaced.
+
+    `max_failures` failures in a row put it out for the Front that met them; it returns when it answers a probe, which may take
+    up to `probe_timeout_s`. A core that has not answered for `stall_s` is stalled: no Front sends it anything more, and
+    `replace_after_s` later its replica is replaced. A step, on CPU or with a kernel to compile, must never take that long.
+    """
+
+    max_failures: int = Field(default=3, ge=1)
+    probe_timeout_s: float = Field(default=30.0, gt=0)
+    stall_s: float = Field(default=60.0, gt=0)
+    replace_after_s: float = Field(default=60.0, ge=0)
+
+
 class FrontSpec(Section):
     """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas."""
 
@@ -186,6 +200,7 @@ class AppArgs(Section):
     front: FrontSpec = FrontSpec()
     router: RouterSpec = RouterSpec()
     dedicated: SplitSpec | None = None
+    health: HealthSpec = HealthSpec()
     vllm: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

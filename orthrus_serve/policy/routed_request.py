@@ -22,6 +22,7 @@ class RoutedRequest:
         expected_output: tokens expected of each of its outputs, part of `charge`; 0 for an embedding.
         avoid: ids of replicas that just failed this very request; chosen only if there is no other.
         only: the one replica that may be chosen (a probe), or None.
+        call_id: by which the Front asks afterwards who was chosen; of this try alone. None: nobody will ask.
     """
 
     request_id: str
@@ -30,9 +31,10 @@ class RoutedRequest:
     expected_output: int = 0
     avoid: tuple[str, ...] = ()
     only: str | None = None
+    call_id: str | None = None
 
 
 def routed_request(request_id: str, arguments: Mapping[str, Any]) -> RoutedRequest:
     """Reads it off the arguments of a handle call; what is not there has its default."""
-    names = ("kind", "charge", "expected_output", "avoid", "only")
+    names = ("kind", "charge", "expected_output", "avoid", "only", "call_id")
     return RoutedRequest(request_id, **{name: arguments[name] for name in names if name in arguments})

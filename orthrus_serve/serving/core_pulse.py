@@ -38,15 +38,15 @@ class CorePulse:
     Args:
         ask: a call that the core answers with a report between two steps, busy or idle. What it raises counts as an answer:
             the end of a core is noticed elsewhere.
-        changed: called whenever `problem` has changed.
+
+    Attributes:
+        problem: what is wrong, as a sentence, or None.
+        must_replace: set when the core was stalled for too long to wait any more.
     """
 
-    def __init__(
-        self, ask: Callable[[], Awaitable[Mapping[str, Any]]], limits: PulseLimits, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[Mapping[str, Any]]], limits: PulseLimits) -> None:
         self._ask = ask
         self._limits = limits
-        self._changed = changed
         self._num_steps = 0
         self.problem: str | None = None
         self.must_replace = asyncio.Event()
@@ -70,9 +70,12 @@ class CorePulse:
         while not (await asyncio.wait({asking}, timeout=stall_s / SLICES))[0]:
             num_slices += 1
             silent_s = clock() - began_s
-            if num_slices >= SLICES:
-                self._set_problem(f"the engine core is stalled: it has not answered for {silent_s:.0f} s")
-            if num_slices >= SLICES and silent_s >= stall_s + self._limits.replace_after_s:
+            if num_slices < SLICES:
+                continue
+            if self.problem is None:
+                log.error("core_stalled", silent_s=round(silent_s, 1))
+            self.problem = f"the engine core is stalled: it has not answered for {silent_s:.0f} s"
+            if silent_s >= stall_s + self._limits.replace_after_s:
                 self.must_replace.set()
 
     def _take(self, asking: "asyncio.Future[Mapping[str, Any]]") -> None:
@@ -80,12 +83,4 @@ class CorePulse:
             self._num_steps = asking.result().get("totals", {}).get("steps", 0)
         if self.problem is not None:
             log.warning("core_answers_again")
-        self._set_problem(None)
-
-    def _set_problem(self, problem: str | None) -> None:
-        is_new = (problem is None) != (self.problem is None)
-        self.problem = problem
-        if is_new:
-            if problem is not None:
-                log.error("core_stalled", problem=problem)
-            self._changed()
+        self.problem = None

@@ -21,6 +21,7 @@ from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
 from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.serving.asgi_io import with_length
+from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.request_check import check_request
@@ -42,6 +43,8 @@ log = event_log(__name__)
 
 # How long requests that were open when the core died may take to send their errors.
 LAST_WORDS_S = 2.0
+# How long a stalled core's processes may take to end: vLLM asks for 5 s, then kills them.
+END_CORE_S = 20.0
 IDLE_WATCH_GAP_S = 0.25
 GONE = RequestError(503, "The engine of this replica is gone.", code="replica_lost")
 
@@ -56,6 +59,8 @@ class Channel(Protocol):
     async def set(self, wanted: Mapping[str, Any]) -> dict[str, Any]: ...
 
     async def watch(self) -> dict[str, Any]: ...
+
+    async def remaining(self) -> dict[str, Any]: ...
 
 
 class Engine(Protocol):
@@ -131,7 +136,11 @@ class EngineReplica:
         self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
         self._registry.register(EngineReportCollector(self._totals, lambda: self._report))
-        self._watching = asyncio.create_task(self._watch_core())
+        limits = PulseLimits(args.health.stall_s, args.health.replace_after_s)
+        self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
+        self._tasks = [
+            asyncio.create_task(task) for task in (self._watch_core(), self._pulse.run(), self._leave_when_stalled())
+        ]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +239,15 @@ class EngineReplica:
         log.error("engine_core_gone", replica=self._replica_id)
         await self._leave()
 
+    async def _leave_when_stalled(self) -> None:
+        """Ends the process when the core was stalled for too long. The core goes first: it holds the GPU, and it would stay."""
+        await self._pulse.must_replace.wait()
+        log.error("engine_core_stalled", replica=self._replica_id, problem=self._pulse.problem)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_CORE_S):
+                await asyncio.to_thread(self._running.engine.shutdown)
+        os._exit(1)
+
     async def _leave(self) -> NoReturn:
         # vLLM has failed the open requests by now; let their errors out. A replica that stayed would answer instant errors,
         # look idle, and draw everybody's requests.
@@ -252,7 +270,8 @@ class EngineReplica:
         # Serve's only hook for the end of a replica; it comes after the open requests were answered.
         running = getattr(self, "_running", None)
         if running is not None:
-            self._watching.cancel()
+            for task in self._tasks:
+                task.cancel()
             running.engine.shutdown()
 
     # --- questions to every replica ---------------------------------------------------------------------------------
@@ -264,7 +283,7 @@ class EngineReplica:
         except Exception as error:
             log.exception("unhealthy", replica=self._replica_id)
             return {"replica": self._replica_id, "problem": f"{type(error).__name__}: {error}"[:300]}
-        return {"replica": self._replica_id, "problem": None}
+        return {"replica": self._replica_id, "problem": self._pulse.problem}
 
     async def metrics(self) -> dict[str, str]:
         """`{"replica": id, "text": Prometheus text}`: ours, and all that vLLM publishes in this process."""

@@ -20,6 +20,7 @@ _TOO_LONG = re.compile(r"This model's maximum context length|The prompt fills th
 _EMPTY = re.compile(r"prompt cannot be empty|^input: ")
 
 _ERROR_EVENT = b'data: {"error":'
+_OUR_ERROR_EVENT = b"event: error\ndata: "
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
@@ -35,7 +36,7 @@ def sse_error_event(error: RequestError) -> bytes:
     The event is named `error`, and its data has the shape of an error body, which the OpenAI clients raise from. No `[DONE]`
     follows it.
     """
-    return b"event: error\ndata: " + error_bytes(error) + b"\n\n"
+    return _OUR_ERROR_EVENT + error_bytes(error) + b"\n\n"
 
 
 def reshape_error(status: int, body: bytes, prompt_field: str | None = None) -> bytes:
@@ -68,11 +69,16 @@ def has_error_event(chunk: bytes) -> bool:
     return _ERROR_EVENT in chunk
 
 
+def has_our_error_event(chunk: bytes) -> bool:
+    """Whether this chunk has an error event in our shape. Text in an event cannot look like one: its newlines are escaped."""
+    return _OUR_ERROR_EVENT in chunk
+
+
 def reshape_events(chunk: bytes) -> bytes:
     """A chunk of whole server-sent events up to its first error, and that in our shape."""
     before, _, after = chunk.partition(_ERROR_EVENT)
     body = b'{"error":' + after.partition(b"\n\n")[0]
-    return before + b"event: error\ndata: " + reshape_error(500, body) + b"\n\n"
+    return before + _OUR_ERROR_EVENT + reshape_error(500, body) + b"\n\n"
 
 
 def _read_error(body: bytes) -> tuple[str, str | None]:

@@ -8,9 +8,9 @@ knows vocabulary and lengths), the choice of a replica (`router.py`), and all to
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -18,18 +18,19 @@ from ray.serve.handle import DeploymentHandle
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
+from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
 from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, Pool, PoolUnavailableError, ReplicaLostError
-from orthrus_serve.serving.router_state import state_of
+from orthrus_serve.serving.pool_keeper import PoolKeeper, make_probes
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
 from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions
+from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
-    UNSEEN_STATUS,
     Header,
     Message,
     Receive,
@@ -41,11 +42,10 @@ from orthrus_serve.serving.tunnel import (
     read_reply,
 )
 from orthrus_serve.telemetry.log import event_log
+from orthrus_serve.types import ReplicaId
 
 log = event_log(__name__)
 
-# A request that was being worked on when its replica died may be the cause: it gets one more replica, not all of them.
-MAX_LOST = 2
 # A replica that refused it unseen, having no engine, costs nothing but a call.
 MAX_CALLS = 8
 RETRY_AFTER_S = 5
@@ -70,9 +70,16 @@ class FrontApp:
     """The ASGI app of one Front."""
 
     def __init__(
-        self, pool: Pool, limits: FrontLimits, estimator: ChargeEstimator, metrics: FrontMetrics, pages: StatusPages
+        self,
+        pool: Pool,
+        keeper: PoolKeeper,
+        limits: FrontLimits,
+        estimator: ChargeEstimator,
+        metrics: FrontMetrics,
+        pages: StatusPages,
     ) -> None:
         self._pool = pool
+        self._keeper = keeper
         self._limits = limits
         self._estimator = estimator
         self._metrics = metrics
@@ -141,30 +148,52 @@ class FrontApp:
 
     async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
         shape = shape_of_request(request.path, request.body)
-        avoid: list[str] = []
-        num_lost = 0
+        tries = Tries()
         for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
-            with self._opened(request, shape, avoid) as call:
-                reply = await self._try_reply(call)
-                gone = None if reply is None else header(reply.headers, GONE_HEADER)
-                if reply is not None and gone is None:
-                    await self._deliver_and_learn(reply, send, shape)
+            with self._opened(request, shape, tries.failed_on) as call:
+                try:
+                    reply = await self._try_reply(call)
+                except Exception:
+                    if call.replica_id is not None:  # not for want of a replica: it failed in a way that nobody foresaw
+                        tries.saw(None, call.replica_id)
+                        self._judge(shape, tries, None)
+                    raise
+                tries.saw(reply, call.replica_id)
+                if tries.gone is not None:
+                    self._keeper.told(tries.gone, "its engine is gone")
+                elif reply is not None and not self._is_worth_another(tries):
+                    await self._deliver_and_learn(reply, send, shape, tries)
                     return
-            avoid += [gone.decode()] if gone else []
-            num_lost += reply is None or reply.status != UNSEEN_STATUS
-            if num_lost == MAX_LOST:
+            if tries.is_suspect:
                 break
+        self._judge(shape, tries, None)
         raise LOST
 
-    async def _deliver_and_learn(self, reply: Reply, send: "_WatchedSend", shape: RequestShape | None) -> None:
+    def _is_worth_another(self, tries: Tries) -> bool:
+        """Whether an error that came before the first byte may be the replica's, and another one can be asked."""
+        return tries.has_just_failed and not tries.is_suspect and self._keeper.has_another(tries.failed_on)
+
+    async def _deliver_and_learn(
+        self, reply: Reply, send: "_WatchedSend", shape: RequestShape | None, tries: Tries
+    ) -> None:
         meter = ReplyMeter()
         is_complete = await self._deliver(reply, send, meter)
+        if not tries.has_just_failed and (meter.has_error or not is_complete):
+            tries.fail("a stream that was cut")
+        self._judge(shape, tries, None if tries.has_just_failed else tries.replica_id)
         if shape is not None and is_complete and reply.status == 200:
             learn(self._estimator, shape, meter)
 
+    def _judge(self, shape: RequestShape | None, tries: Tries, answered_by: ReplicaId | None) -> None:
+        # A request without a forward pass says nothing about an engine.
+        if shape is not None:
+            self._keeper.ended(shape.kind, tries.failed_on, answered_by, tries.cause)
+
     @contextlib.contextmanager
-    def _opened(self, request: TunnelRequest, shape: RequestShape | None, avoid: list[str]) -> Iterator[OpenCall]:
+    def _opened(
+        self, request: TunnelRequest, shape: RequestShape | None, avoid: Sequence[ReplicaId]
+    ) -> Iterator[OpenCall]:
         known: dict[str, Any] = {}
         if shape is not None:
             known = {"kind": shape.kind, "charge": self._estimator.estimate(shape)}
@@ -272,14 +301,18 @@ class Front:
 
     def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
         pool = EnginePool(engines)
-        self._load = state_of(pool.deployment)
+        self._load = pool.state
         self._live = LiveRouting(args, self._load)
+        rules = QuarantineRules(max_failures=args.health.max_failures)
+        self._keeper = PoolKeeper(pool, self._load, rules, make_probes(args), args.health.probe_timeout_s)
+        self._keeping: asyncio.Task[NoReturn] | None = None
         metrics = FrontMetrics(lambda: self._live.topology)
         self._id = serve.get_replica_context().replica_id.unique_id
         parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
         max_prompt = args.vllm.get("max_model_len")
         self._app = FrontApp(
             pool,
+            self._keeper,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
             ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None),
             metrics,
@@ -287,7 +320,8 @@ class Front:
         )
 
     async def __serve_build_asgi_app__(self) -> FrontApp:
-        """The app that Serve runs."""
+        """The app that Serve runs. Called once, on the event loop that the app will run on."""
+        self._keeping = asyncio.create_task(self._keeper.run())
         return self._app
 
     async def reconfigure(self, user_config: Any) -> None:
@@ -304,4 +338,5 @@ class Front:
             "routed": self._load.num_routed,
             "open": ledger.num_open,
             "tokens": ledger.num_own_tokens,
+            "quarantined": dict(self._load.quarantined),
         }

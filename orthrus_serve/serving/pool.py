@@ -4,6 +4,7 @@ Maps what Ray raises to two errors of ours, so that the Front decides without kn
 (`router.py`) and what is done about a lost one (`front.py`).
 """
 
+import uuid
 from collections.abc import AsyncIterator, Collection
 from typing import Any, Protocol
 
@@ -14,9 +15,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.serving import ray_compat
-from orthrus_serve.serving.router_state import NoReplicaError
+from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.serving.tunnel import Start, TunnelRequest
-from orthrus_serve.types import RequestKind
+from orthrus_serve.types import ReplicaId, RequestKind
 
 
 class ReplicaLostError(OrthrusError):
@@ -31,6 +32,11 @@ class OpenCall(Protocol):
     """A tunnelled call that a replica works on. Iterating raises `ReplicaLostError` or `PoolUnavailableError`."""
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]: ...
+
+    @property
+    def replica_id(self) -> ReplicaId | None:
+        """The replica that was chosen; None before that, and after `cancel`."""
+        ...
 
     def cancel(self) -> None:
         """Ends the call: the replica's app is told that its client left. No effect on a call that has ended."""
@@ -57,9 +63,15 @@ class Pool(Protocol):
 
 
 class _RayCall:
-    def __init__(self, stream: DeploymentResponseGenerator[Any]) -> None:
+    def __init__(self, stream: DeploymentResponseGenerator[Any], call_id: str, state: RouterState) -> None:
         self._stream = stream
+        self._call_id = call_id
+        self._state = state
         self._is_ended = False
+
+    @property
+    def replica_id(self) -> ReplicaId | None:
+        return self._state.chosen.get(self._call_id)
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]:
         return self
@@ -83,6 +95,7 @@ class _RayCall:
             raise
 
     def cancel(self) -> None:
+        self._state.chosen.pop(self._call_id, None)
         if not self._is_ended:  # Serve would raise the error that ended the call once more
             self._stream.cancel()
 
@@ -107,6 +120,7 @@ class EnginePool:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self.name = handle.deployment_name
         self.deployment = ray_compat.deployment_behind(handle)
+        self.state = state_of(self.deployment)
         self._handle = handle
         self._stream = handle.options(stream=True)
 
@@ -121,6 +135,7 @@ class EnginePool:
         only: str | None = None,
     ) -> OpenCall:
         """One handle call. The router reads its named arguments: see `policy/routed_request.py`."""
+        call_id = uuid.uuid4().hex
         stream: Any = self._stream.asgi.remote(
             request.method,
             request.path,
@@ -132,8 +147,9 @@ class EnginePool:
             expected_output=expected_output,
             avoid=tuple(avoid),
             only=only,
+            call_id=call_id,
         )
-        return _RayCall(stream)
+        return _RayCall(stream, call_id, self.state)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
         """The answer of every running replica, or the exception instead of it; empty when there is no replica.

@@ -7,6 +7,7 @@ runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`
 """
 
 import random
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.types import ReplicaId, RequestId, RequestKind, RouterRule
 
+# A call that is given up before a replica was chosen for it would be remembered for ever.
+MAX_CHOSEN = 100_000
+
 
 class NoReplicaError(OrthrusError):
     """No replica of the deployment came up within the time that a request waits for one, or not the one that it may go to."""
@@ -26,9 +30,14 @@ class NoReplicaError(OrthrusError):
 class RouterState:
     """The ledger of one deployment, and what its rule needs besides.
 
+    Three fields cross between threads, each written by one of them and replaced or popped in one step: the router's thread
+    writes `replicas` and `chosen`, the Front's writes `quarantined`.
+
     Attributes:
         split: how many replicas have which role; None: each serves both kinds.
         replicas: those that Serve last listed as running.
+        quarantined: replicas that are alive but cannot serve, and why.
+        chosen: the replica of each open call that somebody will ask about.
     """
 
     rule: RouterRule = "least_remaining_tokens"
@@ -38,6 +47,8 @@ class RouterState:
     rng: random.Random = field(default_factory=random.Random)
     num_routed: int = 0
     last_turns: dict[ReplicaId, int] = field(default_factory=dict)
+    quarantined: Mapping[ReplicaId, str] = field(default_factory=dict)
+    chosen: OrderedDict[str, ReplicaId] = field(default_factory=OrderedDict)
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -50,6 +61,10 @@ class RouterState:
         self.num_routed += 1
         self.last_turns[chosen] = self.num_routed
         self.ledger.charge(_charge_id(routed.request_id, chosen), chosen, routed.charge)
+        if routed.call_id is not None:
+            self.chosen[routed.call_id] = chosen
+            if len(self.chosen) > MAX_CHOSEN:
+                self.chosen.popitem(last=False)
         return chosen
 
     def _candidates(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
@@ -58,7 +73,8 @@ class RouterState:
                 raise NoReplicaError(f"replica {routed.only} is not running")
             return [ReplicaId(routed.only)]
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
-        usable = [replica for replica in replicas if replica not in routed.avoid] or replicas
+        well = [replica for replica in replicas if replica not in self.quarantined] or replicas
+        usable = [replica for replica in well if replica not in routed.avoid] or well
         # Roles are shared among those that can serve now: where the only one of a role just failed, another takes it over, as
         # it will for everybody once Serve lists the failed one no more.
         return self.serving(routed.kind, usable)
@@ -86,6 +102,7 @@ class RouterState:
         """The replica is gone."""
         self.ledger.forget(replica_id)
         self.last_turns.pop(replica_id, None)
+        self.replicas = tuple(replica for replica in self.replicas if replica != replica_id)
 
 
 def _charge_id(request_id: str, replica_id: ReplicaId) -> RequestId:

@@ -20,6 +20,7 @@ from orthrus_serve.serving.error_shape import (
     JSON_HEADERS,
     error_bytes,
     has_error_event,
+    has_our_error_event,
     reshape_error,
     reshape_events,
     sse_error_event,
@@ -226,6 +227,15 @@ class Reply:
     headers: list[Header]
     body: bytes
     rest: AsyncIterator[Start | bytes] | None
+
+
+# What an app answers when its engine failed; 501 and 503 say that it will not or cannot now.
+FAILURE_STATUSES = frozenset({500, 502, 504})
+
+
+def has_failed(reply: Reply) -> bool:
+    """Whether this reply, as far as it was read, is a failure of the engine behind it."""
+    return reply.status in FAILURE_STATUSES or (is_event_stream(reply.headers) and has_our_error_event(reply.body))
 
 
 async def read_reply(stream: AsyncIterator[Start | bytes]) -> Reply:

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Trouble:
     gap_s: float = 0.0  # before each token
     after: int = 0
     what: str = ""  # "raise" in the app, "exit" the process, "lose_core" of the engine
+    sick_s: float = 0.0  # afterwards the engine fails every request for so long
+    hang: bool = False  # afterwards the engine answers nothing any more, and neither does its channel
 
 
 @dataclass
@@ -44,8 +47,13 @@ class FakeEngine:
     errored: bool = False
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = MAX_MODEL_LEN
+    sick_until_s: float = 0.0
+    well: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[int] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=lambda: {"begun": 0, "finished": 0, "aborted": 0})
+
+    def __post_init__(self) -> None:
+        self.well.set()
 
     @property
     def channel(self) -> "FakeEngine":
@@ -61,10 +69,19 @@ class FakeEngine:
 
     async def watch(self) -> dict[str, Any]:
         await asyncio.sleep(0.02)
+        return await self.remaining()
+
+    async def remaining(self) -> dict[str, Any]:
+        await self.well.wait()
         if self.errored:
             raise RuntimeError("EngineDeadError")
         requests = {str(number): (0, 0, 0, 1) for number in self.open}
-        return {"policy": self.policy, "requests": requests, "totals": {"steps": 3, "embed_tokens": 7}, **self.counts}
+        return {
+            "policy": self.policy,
+            "requests": requests,
+            "totals": {"steps": 1000, "embed_tokens": 7},
+            **self.counts,
+        }
 
     async def check_health(self) -> None:
         if self.errored:
@@ -81,12 +98,20 @@ class FakeEngine:
         is_done = False
         try:
             await asyncio.sleep(trouble.delay_s)
+            await self.well.wait()
+            if time.monotonic() < self.sick_until_s:
+                raise RuntimeError("the fake is sick")
             for token in range(count):
                 if trouble.what and token == trouble.after:
                     self._make(trouble.what)
                 await asyncio.sleep(trouble.gap_s)
+                await self.well.wait()
                 yield token
             is_done = True
+            if trouble.sick_s:
+                self.sick_until_s = time.monotonic() + trouble.sick_s
+            if trouble.hang:
+                self.well.clear()
         finally:
             self.open.discard(number)
             self.counts["finished" if is_done else "aborted"] += 1

@@ -8,25 +8,31 @@ from typing import Any
 import pytest
 
 from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.front import FrontApp, FrontLimits
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.pool import PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.pool_keeper import PoolKeeper
+from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.serving.routes import NOT_YET, ROUTES, Target
 from orthrus_serve.serving.status import StatusPages, StatusParts
 from orthrus_serve.serving.tunnel import GONE_HEADER, Start, TunnelRequest
+from orthrus_serve.types import ReplicaId
 
 JSON = [(b"content-type", b"application/json")]
 SSE = [(b"content-type", b"text/event-stream")]
 GONE = (503, [*JSON, (GONE_HEADER, b"r1")])
 EMBED = "/v1/embeddings"
+REPLICAS = (ReplicaId("r1"), ReplicaId("r2"))
 BODY = b'{"input": "hello"}'
 
 
 class ScriptedCall:
     """Yields its items; raises those that are exceptions; waits for ever at `...`."""
 
-    def __init__(self, script: list[Any]) -> None:
+    def __init__(self, script: list[Any], replica_id: ReplicaId) -> None:
         self._script = iter(script)
+        self.replica_id = replica_id
         self.is_cancelled = False
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]:
@@ -47,7 +53,7 @@ class ScriptedCall:
 
 
 class ScriptedPool:
-    """Each opened call plays the next script."""
+    """Each opened call plays the next script, on the two replicas in turn."""
 
     name = "Engine"
 
@@ -60,7 +66,7 @@ class ScriptedPool:
     def open(self, request: TunnelRequest, *, avoid: Collection[str] = (), **known: Any) -> ScriptedCall:
         assert all(call.is_cancelled for call in self.calls), "one open call at a time"
         self.opened.append((request, known, tuple(avoid)))
-        self.calls.append(ScriptedCall(self._scripts.pop(0)))
+        self.calls.append(ScriptedCall(self._scripts.pop(0), REPLICAS[len(self.calls) % 2]))
         return self.calls[-1]
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
@@ -89,7 +95,9 @@ class Client:
         parts = StatusParts(own=own_info, fronts=all_fronts, serving=lambda _, replicas: replicas)
         pages = StatusPages([pool], {"version": "0"}, "front-1", self.metrics.text, parts)
         limits = FrontLimits(max_body_bytes)
-        self._app = FrontApp(pool, limits, ChargeEstimator(), self.metrics, pages)
+        self.state = RouterState(replicas=REPLICAS)
+        self.keeper = PoolKeeper(pool, self.state, QuarantineRules(max_failures=1), {}, probe_timeout_s=1.0)
+        self._app = FrontApp(pool, self.keeper, limits, ChargeEstimator(), self.metrics, pages)
         self.left = asyncio.Event()
         self.status: int | None = None
         self.headers: dict[bytes, bytes] = {}
@@ -200,6 +208,7 @@ async def test_a_replica_without_an_engine_is_avoided_and_its_mark_stays_inside(
     assert client.status == 200
     assert [avoid for _, _, avoid in pool.opened] == [(), ("r1",)]
     assert GONE_HEADER not in client.headers
+    assert client.state.quarantined == {"r1": "its engine is gone"}
 
 
 async def test_a_request_that_two_replicas_died_of_gets_no_third() -> None:
@@ -209,6 +218,48 @@ async def test_a_request_that_two_replicas_died_of_gets_no_third() -> None:
     lost_at_work = (502, [*JSON, (GONE_HEADER, b"r1")])
     client = await Client(ScriptedPool(*[[lost_at_work, b"{}"]] * 2)).ask("POST", EMBED, BODY)
     assert (client.status, client.error["code"]) == (503, "replica_lost")
+
+
+ERROR_EVENT = b'event: error\ndata: {"error": {}}\n\n'
+
+
+@pytest.mark.parametrize("failed", [[(500, JSON), b"{}"], [(502, JSON), b"{}"], [(200, SSE), ERROR_EVENT, ...]])
+async def test_a_replica_that_fails_before_the_first_byte_is_replaced_by_another_and_blamed(failed: list[Any]) -> None:
+    pool = ScriptedPool(failed, [(200, JSON), b"{}"])
+    client = await Client(pool).ask("POST", EMBED, BODY)
+    assert (client.status, client.body) == (200, b"{}")
+    assert [avoid for _, _, avoid in pool.opened] == [(), ("r1",)]
+    assert set(client.state.quarantined) == {"r1"}
+
+
+async def test_a_request_that_fails_everywhere_is_tried_twice_and_blames_nobody() -> None:
+    pool = ScriptedPool(*[[(500, JSON), b"{}"]] * 2)
+    client = await Client(pool).ask("POST", EMBED, BODY)
+    assert (client.status, len(pool.opened), client.state.quarantined) == (500, 2, {})
+
+
+@pytest.mark.parametrize("status", [400, 429, 501, 503])
+async def test_an_answer_that_does_not_speak_of_a_failure_is_passed_on(status: int) -> None:
+    client = await Client(ScriptedPool([(status, JSON), b"{}"])).ask("POST", EMBED, BODY)
+    assert (client.status, client.state.quarantined) == (status, {})
+
+
+async def test_the_only_replica_is_not_asked_twice() -> None:
+    client = Client(pool := ScriptedPool([(500, JSON), b"{}"]))
+    client.state.replicas = REPLICAS[:1]
+    assert (await client.ask("POST", EMBED, BODY)).status == 500
+    assert len(pool.opened) == 1
+
+
+@pytest.mark.parametrize("end", [ERROR_EVENT, ReplicaLostError(), KeyError("x")])
+async def test_a_stream_that_fails_on_its_way_counts_against_its_replica(end: Any) -> None:
+    client = await Client(ScriptedPool([(200, SSE), b"data: 1\n\n", end])).ask("POST", "/v1/completions", b"{}")
+    assert set(client.state.quarantined) == {"r1"}
+
+
+async def test_a_failure_without_a_forward_pass_says_nothing_about_an_engine() -> None:
+    client = await Client(ScriptedPool(*[[(500, JSON), b"{}"]] * 2)).ask("GET", "/v1/models")
+    assert (client.status, client.state.quarantined) == (500, {})
 
 
 async def test_replicas_that_never_saw_the_request_do_not_count_against_it() -> None:
@@ -226,6 +277,7 @@ async def test_an_unexpected_error_is_a_500_that_tells_nothing() -> None:
     client = await Client(ScriptedPool([KeyError("secret")])).ask("POST", EMBED, BODY)
     assert client.status == 500
     assert "secret" not in client.error["message"]
+    assert set(client.state.quarantined) == {"r1"}
     assert client.counted("failed")
 
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orthrus_serve.policy.quarantine import Quarantine, QuarantineRules
-from orthrus_serve.types import ReplicaId
+from orthrus_serve.types import ReplicaId, RequestKind
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
 RULES = QuarantineRules(max_failures=3, first_gap_s=0.5, longest_gap_s=10.0)
@@ -19,7 +19,7 @@ def make_quarantine(*out: ReplicaId) -> Quarantine:
 
 def fail(quarantine: Quarantine, replica_id: ReplicaId, times: int, now_s: float = 0.0) -> None:
     for _ in range(times):
-        quarantine.ended([replica_id], None, now_s)
+        quarantine.ended("embed", [replica_id], None, now_s)
 
 
 def test_three_failures_in_a_row_put_a_replica_out_and_nobody_else() -> None:
@@ -29,36 +29,50 @@ def test_three_failures_in_a_row_put_a_replica_out_and_nobody_else() -> None:
     assert quarantine.out == frozenset()
     fail(quarantine, A, 1)
     assert quarantine.out == {A}
-    assert quarantine.reasons == {A: "3 requests in a row: failed"}
+    assert quarantine.reasons == {A: "3 embed requests in a row: failed"}
 
 
 def test_an_answer_between_failures_starts_the_count_anew() -> None:
     quarantine = Quarantine(RULES)
     for _ in range(10):
         fail(quarantine, A, 2)
-        quarantine.ended([], A, 0.0)
+        quarantine.ended("embed", [], A, 0.0)
     assert quarantine.out == frozenset()
+
+
+def test_good_embeddings_do_not_excuse_failing_generations() -> None:
+    quarantine = Quarantine(RULES)
+    gaps = []
+    for _ in range(3):
+        for _ in range(3):
+            quarantine.ended("generate", [A], B, 0.0)
+            quarantine.ended("embed", [], A, 0.0)
+        assert quarantine.reasons == {A: "3 generate requests in a row: failed"}
+        gaps.append(quarantine.next_due_s())
+        quarantine.due(100.0)
+        quarantine.probed(A, True, 100.0)
+    assert gaps == [0.5, 1.0, 2.0]
 
 
 def test_a_request_that_is_answered_elsewhere_blames_the_replica_that_failed() -> None:
     quarantine = Quarantine(RULES)
     for _ in range(3):
-        quarantine.ended([A], B, 0.0, "status 500")
+        quarantine.ended("embed", [A], B, 0.0, "status 500")
     assert quarantine.out == {A}
 
 
 def test_a_request_that_fails_everywhere_blames_nobody_however_often_it_is_sent() -> None:
     quarantine = Quarantine(RULES)
     for _ in range(1000):
-        quarantine.ended([A, B], None, 0.0)
-        quarantine.ended([B, C], None, 0.0)
+        quarantine.ended("embed", [A, B], None, 0.0)
+        quarantine.ended("embed", [B, C], None, 0.0)
     assert quarantine.out == frozenset()
 
 
 def test_two_failures_on_one_replica_are_two_failures_of_one_request() -> None:
     quarantine = Quarantine(RULES)
-    quarantine.ended([A, A], None, 0.0)
-    quarantine.ended([A, A], None, 0.0)
+    quarantine.ended("embed", [A, A], None, 0.0)
+    quarantine.ended("embed", [A, A], None, 0.0)
     assert quarantine.out == frozenset()
 
 
@@ -110,7 +124,7 @@ def test_a_replica_that_passes_probes_and_nothing_else_is_out_longer_each_time()
         quarantine.due(100.0)
         quarantine.probed(A, True, 100.0)
     assert gaps == [0.5, 1.0, 2.0, 4.0]
-    quarantine.ended([], A, 100.0)
+    quarantine.ended("embed", [], A, 100.0)
     fail(quarantine, A, 3)
     assert quarantine.next_due_s() == 0.5
 
@@ -125,10 +139,11 @@ def test_a_replica_that_is_gone_is_forgotten_with_its_running_probe() -> None:
 
 def test_a_late_answer_does_not_bring_a_replica_back() -> None:
     quarantine = make_quarantine(A)
-    quarantine.ended([], A, 0.1)
+    quarantine.ended("embed", [], A, 0.1)
     assert quarantine.out == {A}
 
 
+KINDS: st.SearchStrategy[RequestKind] = st.sampled_from(["embed", "generate"])
 REPLICAS = st.sampled_from([ReplicaId(name) for name in "abcd"])
 
 
@@ -139,14 +154,12 @@ class QuarantineLife(RuleBasedStateMachine):
     def start(self) -> None:
         self.quarantine = Quarantine(RULES)
         self.now_s = 0.0
-        self.blamed: dict[ReplicaId, int] = {}
         self.probing: set[ReplicaId] = set()
-        self.running = {ReplicaId(name) for name in "abcd"}
 
-    @rule(failed_on=st.lists(REPLICAS, max_size=3), answered_by=st.none() | REPLICAS)
-    def a_request_ends(self, failed_on: list[ReplicaId], answered_by: ReplicaId | None) -> None:
+    @rule(kind=KINDS, failed_on=st.lists(REPLICAS, max_size=3), answered_by=st.none() | REPLICAS)
+    def a_request_ends(self, kind: RequestKind, failed_on: list[ReplicaId], answered_by: ReplicaId | None) -> None:
         before = self.quarantine.out
-        self.quarantine.ended(failed_on, answered_by, self.now_s)
+        self.quarantine.ended(kind, failed_on, answered_by, self.now_s)
         assert before <= self.quarantine.out
         assert self.quarantine.out - before <= set(failed_on) - {answered_by}
         if answered_by is None and len(set(failed_on)) > 1:

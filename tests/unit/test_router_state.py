@@ -6,6 +6,7 @@ import pytest
 
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.routed_request import RoutedRequest
+from orthrus_serve.serving import router_state
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.types import ReplicaId, RequestId
 
@@ -64,6 +65,23 @@ def test_with_roles_each_kind_goes_to_its_own_replicas_and_what_has_no_kind_anyw
     assert choose(state, "y", [B], kind="embed") == B
     # Where the only replica of a role has just failed the request, another takes the role.
     assert choose(state, "z", [A, B], kind="embed", avoid=("a",)) == B
+
+
+def test_a_quarantined_replica_is_not_chosen_unless_there_is_no_other_or_it_is_probed() -> None:
+    state = RouterState(quarantined={A: "3 requests in a row"})
+    assert all(choose(state, str(n), [A, B], charge=100) == B for n in range(5))
+    assert choose(state, "probe", [A, B], only="a") == A
+    assert choose(state, "again", [A, B], avoid=("b",)) == B, "one that failed this request beats one that fails all"
+    state.quarantined = {A: "so", B: "so"}
+    assert {choose(state, f"x{n}", [A, B], charge=100) for n in range(20)} == {A, B}
+
+
+def test_who_was_chosen_for_a_call_can_be_asked_and_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_state, "MAX_CHOSEN", 10)
+    state = RouterState()
+    for number in range(100):
+        choose(state, str(number), [A], call_id=str(number))
+    assert state.chosen == {str(number): A for number in range(90, 100)}
 
 
 def test_the_late_end_of_a_first_try_does_not_settle_the_second() -> None:
