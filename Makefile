@@ -52,8 +52,8 @@ test-engine: setup-dev ## Real forwards with vLLM on CPU
 test-serve: setup-dev ## The real server on a local Ray
 	$(PY) -m pytest tests/serve $(PYTEST_ARGS)
 
-fuzz: setup-dev ## Many random rounds on the real engine (ROUNDS=60 SEED=1; about 7 s each)
-	OMP_NUM_THREADS=1 $(PY) -m tests.engine.fuzz --rounds $(or $(ROUNDS),60) --seed $(or $(SEED),1)
+fuzz: setup-dev ## Many random rounds on the real engine (ROUNDS=60 SEED=1 RUNNER=v1 or v2; some seconds each)
+	OMP_NUM_THREADS=1 $(PY) -m $(if $(filter v2,$(RUNNER)),tests.engine.triton_interpreter )tests.engine.fuzz --rounds $(or $(ROUNDS),60) --seed $(or $(SEED),1)
 
 lint: setup-dev ## Format, lint, types and layers, without tests
 	$(VENV)/bin/ruff format --check .

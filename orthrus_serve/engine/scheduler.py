@@ -78,6 +78,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
         self._own_budget = self.max_num_scheduled_tokens
         self._idle_lane: Lane | None = None
         self._adapters = Adapters()
+        self._used: tuple[set[int], set[int]] = (set(), set())  # adapters of running requests by lane, 0 for none
         self._last_lane = Lane.EMBED
         self._in_flight: deque[tuple[int, int, float]] = deque()  # tokens, decodes, start of each step not yet updated
         self._last_end_s = 0.0
@@ -100,7 +101,6 @@ class MixedSchedulerMixin(CoreChannelMixin):
         work = self._survey()
         budget = self._step_budget(work)
         plan = self._plan(work, budget)
-        self._adapters = work.adapters
         if plan is not None:
             self.waiting.begin(plan)
         self.max_num_scheduled_tokens = budget  # what the stock loop starts from
@@ -132,19 +132,20 @@ class MixedSchedulerMixin(CoreChannelMixin):
         lane = lane_of(request)
         if lane == self._idle_lane:
             return 0
-        if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
+        if request.status != RequestStatus.RUNNING:
+            self._used[lane].add(adapter_of(request))  # it starts, or the stock loop ends with it
+        elif not request.is_prefill_chunk:
             return count  # a decode: reserved before the quotas were made
         return self.waiting.take(lane, count)
 
     # Called for each head that the stock loop looks at; False means "skip it for this step".
     @override
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        adapter, kept_for = adapter_of(request), self._adapters.kept_for
-        if kept_for and adapter not in (0, kept_for):
-            # Admission changes what is used, so it is counted anew. The stock loop itself counts only up to `max_loras`.
-            used = frozenset(adapter_of(running) for running in self.running) - {0}
-            if not replace(self._adapters, used=used).admits(adapter):
-                return False
+        # The stock loop counts the adapters of this step only. A running request that gets no token in it counts too: it must
+        # find its place in the next one.
+        adapter = adapter_of(request)
+        if adapter and not self._places_beside(lane_of(request)).admits(adapter):
+            return False
         return super()._handle_blocked_waiting_request(request)
 
     def _step_budget(self, work: Work) -> int:
@@ -160,9 +161,11 @@ class MixedSchedulerMixin(CoreChannelMixin):
 
     def _plan(self, work: Work, budget: int) -> StepPlan | None:
         """This step's plan; None means arrival order without quotas."""
-        if self.live.policy == "hetero_fcfs":
+        # Alternating steps may leave more adapters running than one mixed step holds: until some end, steps go on alternating.
+        crowded = len(work.adapters.used) > work.adapters.most
+        if self.live.policy == "hetero_fcfs" and not crowded:
             return None
-        if self.live.policy == "orthrus":
+        if self.live.policy == "orthrus" and not crowded:
             return plan_step(
                 budget - work.decodes,
                 work.loads,
@@ -183,7 +186,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
 
     def _survey(self) -> Work:
         prefill, decodes = [0, 0], 0
-        used: tuple[set[int], set[int]] = (set(), set())
+        self._used = (set(), set())
         for request in self.running:
             count = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             lane = lane_of(request)
@@ -193,28 +196,28 @@ class MixedSchedulerMixin(CoreChannelMixin):
                 continue
             else:
                 decodes += max(count, 0)
-            used[lane].add(adapter_of(request))
+            self._used[lane].add(adapter_of(request))
         free_slots = max(0, self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input)
         ages = self.waiting.ages(self.live.max_wait_steps) if self.live.policy == "orthrus" else Ages()
-        adapters = self._places(used[0] | used[1], ages)
+        self._adapters = self._places(ages)
         loads = [
-            LaneLoad(prefill[lane], self._admissible(lane, free_slots, self._adapters_beside(lane, used, adapters)))
-            for lane in LANES
+            LaneLoad(prefill[lane], self._admissible(lane, free_slots, self._places_beside(lane))) for lane in LANES
         ]
-        return Work(decodes, (loads[0], loads[1]), free_slots, self._num_free_blocks(), ages, adapters)
+        return Work(decodes, (loads[0], loads[1]), free_slots, self._num_free_blocks(), ages, self._adapters)
 
-    def _places(self, used: set[int], ages: Ages) -> Adapters:
+    def _places(self, ages: Ages) -> Adapters:
         """Places for adapters; the next one is kept for the oldest overdue request that needs one."""
         most = self.lora_config.max_loras if self.lora_config else 0
+        used = (self._used[0] | self._used[1]) - {0}
         heads = sorted((self.waiting.line(lane)[0] for lane in ages.overdue), key=lambda head: head.arrival_time)
-        wanted = [adapter_of(head) for head in heads]
-        used = used - {0}
-        return Adapters(frozenset(used), most, next((adapter for adapter in wanted if adapter not in {0, *used}), 0))
+        wanted = [adapter for adapter in map(adapter_of, heads) if adapter not in {0, *used}]
+        return Adapters(frozenset(used), most, wanted[0] if wanted else 0)
 
-    def _adapters_beside(self, lane: Lane, used: tuple[set[int], set[int]], adapters: Adapters) -> Adapters:
-        """What a lane's waiting requests find in use: an alternating step holds nothing of the other lane."""
+    def _places_beside(self, lane: Lane) -> Adapters:
+        """What a waiting request of a lane finds in use now: an alternating step holds nothing of the other lane."""
         alone = self.live.policy == "unified_homo"
-        return replace(adapters, used=frozenset(used[lane] - {0})) if alone else adapters
+        used = self._used[lane] if alone else self._used[0] | self._used[1]
+        return replace(self._adapters, used=frozenset(used - {0}))
 
     def _admissible(self, lane: Lane, free_slots: int, adapters: Adapters) -> tuple[Admissible, ...]:
         """Requests of a lane that could start, in order, up to the free slots and one budget's worth of tokens."""

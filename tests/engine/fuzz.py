@@ -1,25 +1,54 @@
 """Random arrivals, lengths, poolings, aborts, resubmissions and preemptions on a tiny KV cache, over policies and switches.
 
-Run small by `test_fuzz.py`, long by `make fuzz` (`python -m tests.engine.fuzz --rounds N --seed S`). Every round checks that no
-request is lost, nothing leaks, every vector equals Transformers with peft, and every greedy token equals the same prompt alone.
+Run small by `test_fuzz.py`, long by `make fuzz` (`python -m tests.engine.fuzz --rounds N --seed S`, and for the V2 runner
+`python -m tests.engine.triton_interpreter tests.engine.fuzz ...`). A round depends on its seed alone. Each checks that no
+request is lost, nothing leaks, every vector equals Transformers with peft, and every greedy token is the one that they choose.
 """
 
 import argparse
+import itertools
 import json
+import os
 import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaForCausalLM
+
 import tests.engine.conftest  # noqa: F401  sets vLLM's switches before anything imports it
-from tests.engine.harness import POOLINGS, Engine, TinyModel, make_tiny_model, token_ids
+from tests.engine.harness import POOLINGS, Engine, TinyModel, add_tiny_adapter, make_tiny_model, token_ids
 
 POLICIES = ("orthrus", "hetero_fcfs", "unified_homo")
 LENGTHS = (1, 2, 5, 20, 33, 64, 100, 150, 250)
 MIN_COSINE = 0.9999
+MAX_LOGIT_GAP = 1e-3  # a token may miss the reference's best logit by this much: rounding decides between equals
+# (policy, prefix caching, async scheduling), in an order that mixes them.
+COMBINATIONS = [list(itertools.product(POLICIES, (False, True), (False, True)))[i * 5 % 12] for i in range(12)]
+SMALLER = {"v1": 1, "v2": 2}  # a step on the interpreted V2 runner takes ten times as long
+
+
+def runner_in_use() -> str:
+    """The model runner of this process, v1 or v2."""
+    return "v2" if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else "v1"
+
+
+@dataclass(frozen=True)
+class Models:
+    """The tiny model with either of two adapters."""
+
+    first: TinyModel
+    second: TinyModel
+
+    @classmethod
+    def make(cls, folder: Path) -> "Models":
+        first = make_tiny_model(folder)
+        base = LlamaForCausalLM.from_pretrained(first.model)
+        return cls(first, TinyModel(first.model, add_tiny_adapter(base, folder / "second", 2)))
 
 
 @dataclass(frozen=True)
@@ -39,30 +68,33 @@ class Round:
 
     setting: Setting
     steps: int = 0
+    mixed_steps: int = 0
     embeddings: int = 0
     generations: int = 0
     aborted: int = 0
     preemptions: int = 0
     switches: int = 0
     worst_cosine: float = 1.0
+    worst_gap: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to be: `pooling` None for a generation of `max_tokens`."""
+    """A request to be: `pooling` None for a generation of `max_tokens`. `adapter` is 0 (none), 1 or 2."""
 
     request_id: str
     prompt: list[int]
     pooling: str | None
     max_tokens: int
+    adapter: int
 
 
-def run_round(tiny: TinyModel, setting: Setting, folder: Path) -> Round:
+def run_round(models: Models, setting: Setting, folder: Path) -> Round:
     """One round on an engine of its own."""
     rng = random.Random(setting.seed)
     engine = Engine(
-        tiny,
+        models.first,
         folder / f"{setting.seed}.jsonl",
         policy=setting.policy,
         budget=rng.choice([18, 24, 40, 64]),
@@ -71,13 +103,14 @@ def run_round(tiny: TinyModel, setting: Setting, folder: Path) -> Round:
         max_model_len=384,
         num_gpu_blocks_override=rng.choice([16, 20, 26]),
         max_num_seqs=rng.choice([6, 12]),
+        max_loras=rng.choice([1, 2]),
         enable_prefix_caching=setting.prefix_caching,
     )
     result = Round(setting)
     try:
-        done = _drive(engine, list(_requests(rng, setting.num_requests)), rng, result)
-        _check_vectors(engine, done, result)
-        _check_tokens(engine, done, result)
+        done = _Driver(engine, models, list(_requests(rng, setting.num_requests)), rng, result).run()
+        _check_vectors(engine, models, done, result)
+        _check_tokens(engine, models, done, result)
         leaks = {name: count for name, count in engine.leaks().items() if count}
         if leaks:
             result.wrong.append(f"leaked {leaks}")
@@ -86,7 +119,7 @@ def run_round(tiny: TinyModel, setting: Setting, folder: Path) -> Round:
         ]
         if over:
             result.wrong.append(f"over budget in steps {over[:5]}")
-        result.preemptions = engine.totals()["preemptions"]
+        result.preemptions, result.mixed_steps = (engine.totals()[name] for name in ("preemptions", "mixed_steps"))
     finally:
         engine.close()
     return result
@@ -100,85 +133,102 @@ def _requests(rng: random.Random, count: int) -> Iterator[Request]:
             prompt = stem + prompt[:200]
         embeds = rng.random() < 0.6
         pooling = rng.choice(POOLINGS) if embeds else None
-        yield Request(f"{'e' if embeds else 'g'}{i}", prompt if embeds else prompt[:200], pooling, rng.randrange(1, 60))
+        name, adapter = f"{'e' if embeds else 'g'}{i}", rng.choice([1, 1, 2] if embeds else [0, 0, 2])
+        yield Request(name, prompt if embeds else prompt[:200], pooling, rng.randrange(1, 60), adapter)
 
 
-def _drive(engine: Engine, todo: list[Request], rng: random.Random, result: Round) -> list[Request]:
-    """Feeds, aborts, preempts and switches until all is over. Returns the requests that must have finished."""
-    arrivals = sorted(rng.randrange(0, 2 * len(todo)) for _ in todo)
-    live: dict[str, Request] = {}
-    expected: dict[str, Request] = {}
-    while todo or engine.llm.has_unfinished_requests():
-        while todo and arrivals[0] <= result.steps:
-            arrivals.pop(0)
-            request = todo.pop(0)
-            live[request.request_id] = expected[request.request_id] = request
-            _add(engine, request)
-        for request_id in [r for r in live if r in engine.results]:
-            del live[request_id]
-        if live and rng.random() < 0.04:
-            victim = rng.choice(sorted(live))
-            engine.llm.abort_request([victim])
-            request = live.pop(victim)
-            del expected[victim]
-            result.aborted += 1
-            if rng.random() < 0.5:  # the same id at once, with another prompt
-                again = Request(victim, token_ids(rng, 30), request.pooling, 5)
-                live[victim] = expected[victim] = again
-                _add(engine, again)
+class _Driver:
+    """Feeds, aborts, preempts and switches until all is over."""
+
+    def __init__(self, engine: Engine, models: Models, todo: list[Request], rng: random.Random, result: Round) -> None:
+        self.engine, self.models, self.todo, self.rng, self.result = engine, models, todo, rng, result
+        self.arrivals = sorted(rng.randrange(0, 2 * len(todo)) for _ in todo)
+        self.live: dict[str, Request] = {}
+        self.expected: dict[str, Request] = {}
+
+    def run(self) -> list[Request]:
+        """Returns the requests that have finished; all that were not aborted must have."""
+        engine, result = self.engine, self.result
+        while self.todo or engine.llm.has_unfinished_requests():
+            while self.todo and self.arrivals[0] <= result.steps:
+                self.arrivals.pop(0)
+                self._add(self.todo.pop(0))
+            self._disturb()
+            engine.step()
+            result.steps += 1
+            if result.steps > 5000:
+                result.wrong.append(f"no end after {result.steps} steps: {sorted(self.live)}")
+                return []
+        lost = sorted(set(self.expected) - set(engine.results))
+        if lost:
+            result.wrong.append(f"lost {lost}")
+        while engine.scheduler.has_requests():
+            engine.step()
+        return [request for request in self.expected.values() if request.request_id in engine.results]
+
+    def _disturb(self) -> None:
+        rng, engine = self.rng, self.engine
+        for request_id in [r for r in self.live if r in engine.results]:
+            del self.live[request_id]
+        if self.live and rng.random() < 0.04:
+            self._abort(rng.choice(sorted(self.live)))
         if rng.random() < 0.04:
             engine.llm.reset_prefix_cache(reset_running_requests=True)  # preempts everything that runs
         if rng.random() < 0.05:
             engine.scheduler.answer("set", {"policy": rng.choice(POLICIES)})
-            result.switches += 1
-        engine.step()
-        result.steps += 1
-        if result.steps > 5000:
-            result.wrong.append(f"no end after {result.steps} steps: {sorted(live)}")
-            return []
-    lost = sorted(set(expected) - set(engine.results))
-    if lost:
-        result.wrong.append(f"lost {lost}")
-    while engine.scheduler.has_requests():
-        engine.step()
-    return [request for request in expected.values() if request.request_id in engine.results]
+            self.result.switches += 1
+
+    def _abort(self, victim: str) -> None:
+        self.engine.llm.abort_request([victim])
+        request = self.live.pop(victim)
+        del self.expected[victim]
+        self.result.aborted += 1
+        if self.rng.random() < 0.5:  # the same id at once, with another prompt
+            self._add(replace(request, prompt=token_ids(self.rng, 30), max_tokens=5))
+
+    def _add(self, request: Request) -> None:
+        self.live[request.request_id] = self.expected[request.request_id] = request
+        second = self.models.second.adapter if request.adapter == 2 else None
+        if request.pooling is not None:
+            self.engine.embed(request.request_id, request.prompt, request.pooling, adapter=second)
+        else:
+            self.engine.generate(request.request_id, request.prompt, request.max_tokens, adapter=second)
 
 
-def _add(engine: Engine, request: Request) -> None:
-    if request.pooling is not None:
-        engine.embed(request.request_id, request.prompt, request.pooling)
-    else:
-        engine.generate(request.request_id, request.prompt, request.max_tokens)
-
-
-def _check_vectors(engine: Engine, done: list[Request], result: Round) -> None:
+def _check_vectors(engine: Engine, models: Models, done: list[Request], result: Round) -> None:
     for request in done:
         if request.pooling is None:
             continue
         result.embeddings += 1
-        cosine = engine.cosine(request.request_id, request.prompt, request.pooling)
+        reference = (models.second if request.adapter == 2 else models.first).vector(request.prompt, request.pooling)
+        cosine = float(torch.nn.functional.cosine_similarity(engine.vector(request.request_id), reference, dim=0))
         result.worst_cosine = min(result.worst_cosine, cosine)
         if not cosine > MIN_COSINE:
-            result.wrong.append(
-                f"{request.request_id} {request.pooling} of {len(request.prompt)} tokens: cosine {cosine}"
-            )
+            result.wrong.append(f"{request}: cosine {cosine}")
 
 
-def _check_tokens(engine: Engine, done: list[Request], result: Round) -> None:
+def _check_tokens(engine: Engine, models: Models, done: list[Request], result: Round) -> None:
     for request in done:
         if request.pooling is not None:
             continue
         result.generations += 1
-        engine.generate(f"alone-{request.request_id}", request.prompt, request.max_tokens)
-        engine.run()
-        if engine.tokens(request.request_id) != engine.tokens(f"alone-{request.request_id}"):
-            result.wrong.append(f"{request.request_id}: other tokens than alone")
+        tokens = engine.tokens(request.request_id)
+        if len(tokens) != request.max_tokens:
+            result.wrong.append(f"{request}: {len(tokens)} tokens")
+            continue
+        logits = models.second.next_logits(request.prompt, tokens, adapted=request.adapter == 2)
+        gap = float((logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
+        result.worst_gap = max(result.worst_gap, gap)
+        if not gap < MAX_LOGIT_GAP:
+            result.wrong.append(f"{request}: a token {gap} below the reference's best")
 
 
 def settings(rounds: int, seed: int) -> Iterator[Setting]:
     """Rounds that walk through policies, prefix caching and async scheduling."""
-    for i in range(rounds):
-        yield Setting(seed + i, POLICIES[i % 3], prefix_caching=bool(i // 3 % 2), async_scheduling=bool(i // 6 % 2))
+    requests = 60 // SMALLER[runner_in_use()]
+    for number in range(seed, seed + rounds):
+        policy, prefix_caching, async_scheduling = COMBINATIONS[number % len(COMBINATIONS)]
+        yield Setting(number, policy, prefix_caching, async_scheduling, requests)
 
 
 def say(line: dict[str, Any]) -> None:
@@ -193,30 +243,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    totals: dict[str, Any] = {
-        "rounds": 0,
-        "requests": 0,
-        "steps": 0,
-        "preemptions": 0,
-        "aborted": 0,
-        "worst_cosine": 1.0,
-    }
-    wrong = 0
+    counts = ("steps", "mixed_steps", "embeddings", "generations", "aborted", "preemptions", "switches")
+    totals = dict.fromkeys(("rounds", "wrong_rounds", *counts), 0)
+    worst = {"worst_cosine": 1.0, "worst_gap": 0.0}
     with tempfile.TemporaryDirectory() as name:
-        tiny = make_tiny_model(Path(name))
+        models = Models.make(Path(name))
         for setting in settings(options.rounds, options.seed):
-            result = run_round(tiny, setting, Path(name))
-            wrong += bool(result.wrong)
+            result = run_round(models, setting, Path(name))
+            found = vars(result) | {"setting": vars(setting)}
+            say(found)
             totals["rounds"] += 1
-            totals["requests"] += result.embeddings + result.generations + result.aborted
-            totals["steps"] += result.steps
-            totals["preemptions"] += result.preemptions
-            totals["aborted"] += result.aborted
-            totals["worst_cosine"] = min(totals["worst_cosine"], result.worst_cosine)
-            line = {**vars(setting), "steps": result.steps, "preemptions": result.preemptions}
-            say({**line, "worst_cosine": round(result.worst_cosine, 8), "wrong": result.wrong})
-    say(totals)
-    return 1 if wrong else 0
+            totals["wrong_rounds"] += bool(result.wrong)
+            for count in counts:
+                totals[count] += found[count]
+            worst["worst_cosine"] = min(worst["worst_cosine"], result.worst_cosine)
+            worst["worst_gap"] = max(worst["worst_gap"], result.worst_gap)
+    say({"runner": runner_in_use(), "seed": options.seed, **totals, **worst})
+    return 1 if totals["wrong_rounds"] else 0
 
 
 if __name__ == "__main__":

@@ -63,6 +63,13 @@ class TinyModel:
                 tokens.append(int(self._reference(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens[len(token_ids) :]
 
+    @torch.no_grad()
+    def next_logits(self, token_ids: list[int], following: list[int], *, adapted: bool = False) -> torch.Tensor:
+        """Logits that Transformers gives before each token of `following`, `[len(following), vocabulary]`."""
+        with nullcontext() if adapted else self._reference.disable_adapter():
+            logits = self._reference(input_ids=torch.tensor([[*token_ids, *following[:-1]]])).logits[0]
+        return logits[len(token_ids) - 1 :]
+
 
 def make_tiny_model(folder: Path) -> TinyModel:
     """A two-layer Llama with random weights, a word tokenizer and a rank-8 adapter on every linear layer."""

@@ -100,3 +100,43 @@ def test_a_request_that_is_skipped_keeps_its_age(
     assert engine.scheduler.waiting.ages(5).overdue
     engine.run()
     assert set(engine.results) == {"holder", "e"}
+
+
+@pytest.mark.parametrize("policy", ["orthrus", "hetero_fcfs"])
+def test_leaving_alternating_steps_with_more_adapters_running_than_a_step_holds_loses_nothing(
+    make_engine: Callable[..., Engine], rng: random.Random, second: Path, policy: str
+) -> None:
+    """Alternating steps need one place per kind, a mixed step one per adapter; stock vLLM asserts that there are enough."""
+    engine = make_engine(policy="unified_homo", budget=BUDGET, max_num_seqs=8)
+    tokens, prompt = token_ids(rng, 400), token_ids(rng, 20)
+    engine.generate("g", prompt, 30, adapter=second)
+    engine.embed("e", tokens, "mean")
+    for _ in range(4):
+        engine.step()
+    assert {len(used - {0}) for used in engine.scheduler._used} == {1}
+    engine.scheduler.answer("set", {"policy": policy})
+    late = token_ids(rng, 30)
+    engine.embed("late", late, "mean")
+    engine.run()
+    assert engine.cosine("e", tokens, "mean") > 0.99999
+    assert engine.cosine("late", late, "mean") > 0.99999
+    assert engine.tokens("g") == TinyModel(engine.tiny.model, second).greedy(prompt, 30, adapted=True)
+    assert not any(engine.leaks().values())
+
+
+def test_a_running_request_that_got_no_token_keeps_its_place(
+    make_engine: Callable[..., Engine], rng: random.Random, second: Path
+) -> None:
+    """A flood of prompts before it leaves it no token in a step; nobody with another adapter may start meanwhile."""
+    engine = make_engine(budget=BUDGET, max_num_seqs=8, min_share=0.125)
+    prompts = {name: token_ids(rng, 200) for name in ("base", "adapted")}
+    engine.generate("base", prompts["base"], 2)
+    engine.step()
+    engine.generate("adapted", prompts["adapted"], 2, adapter=second)
+    for _ in range(4):
+        engine.step()
+    tokens = token_ids(rng, 100)
+    engine.embed("e", tokens, "mean")
+    engine.run()
+    assert engine.tokens("adapted") == TinyModel(engine.tiny.model, second).greedy(prompts["adapted"], 2, adapted=True)
+    assert engine.cosine("e", tokens, "mean") > 0.99999

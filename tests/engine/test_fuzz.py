@@ -1,16 +1,42 @@
-"""A few rounds of the fuzz in every run of the tests; `make fuzz` runs many."""
+"""A few rounds of the fuzz in every run of the tests, on both runners; `make fuzz` runs many."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engine.fuzz import Setting, run_round, settings
-from tests.engine.harness import TinyModel
+from tests.engine.fuzz import Models, Setting, run_round, settings
+
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("setting", list(settings(12, seed=1))[::3] + list(settings(12, seed=100))[1::5], ids=str)
-def test_nothing_is_lost_leaked_or_wrong(tiny: TinyModel, tmp_path: Path, setting: Setting) -> None:
-    result = run_round(tiny, setting, tmp_path)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models.make(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("setting", [*settings(4, seed=1), *settings(3, seed=100)], ids=str)
+def test_nothing_is_lost_leaked_or_wrong(models: Models, tmp_path: Path, setting: Setting) -> None:
+    result = run_round(models, setting, tmp_path)
     assert result.wrong == []
     assert result.embeddings > 15
     assert result.generations > 10
+
+
+def test_nothing_is_lost_leaked_or_wrong_on_the_v2_runner() -> None:
+    command = [sys.executable, "-m", "tests.engine.triton_interpreter", "tests.engine.fuzz", "--rounds", "2"]
+    done = subprocess.run(
+        [*command, "--seed", "1"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, (rounds, done.stderr[-3000:])
+    total = rounds[-1]
+    assert (total["runner"], total["rounds"], total["wrong_rounds"]) == ("v2", 2, 0)
+    assert total["embeddings"] > 15
+    assert total["generations"] > 10
+    assert total["preemptions"] > 0
+    assert {r["setting"]["async_scheduling"] for r in rounds[:-1]} == {True, False}

@@ -2,9 +2,13 @@
 
 CUDA runs V2 only, and this is how its code is tested without a GPU: slow (some 45 ms a step), so small. Test only, and for a
 process of its own: it decides for every Triton kernel of the process.
+
+`python -m tests.engine.triton_interpreter MODULE [ARGUMENT ...]` runs a module that way.
 """
 
 import os
+import runpy
+import sys
 from typing import Any
 
 
@@ -42,3 +46,9 @@ def use_interpreter() -> None:
 
     # vLLM's CPU build keeps Triton only if a backend named "cpu" exists (vllm/triton_utils/importing.py).
     triton.backends.backends["cpu"] = _InterpretedBackend()  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    use_interpreter()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
