@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from orthrus_serve.engine.vllm_compat import V2_RUNNER_HOOKS, verify_hooks
 from tests.engine.harness import POOLINGS, Engine, TinyModel, make_tiny_model, token_ids
 
@@ -164,6 +166,32 @@ def async_scheduling_with_a_prefix_cache_keeps_tokens_and_vectors_right(bench: B
         assert engine.cosine(f"{pooling}{i}", tokens, pooling) > 0.99999, pooling
     assert engine.results["last4"].num_cached_tokens >= 96
     assert engine.results["mean5"].num_cached_tokens == 0
+
+
+@case
+def lora_part_by_part_adds_to_the_rows_of_each_adapter_and_to_no_other(bench: Bench) -> None:
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    from orthrus_serve.engine.lora_expand import expand_parts
+
+    rank, sizes, first_column = 16, (64, 32, 32), 16
+    slots = torch.tensor([1, 1, -1, 0, -1, 0, 1, -1], dtype=torch.int32)
+    torch.manual_seed(0)
+    low = torch.randn(len(sizes), len(slots), rank)
+    weights = [torch.randn(2, 1, size, rank).half() for size in sizes]
+    output = torch.randn(len(slots), first_column + sum(sizes)).half()
+    wanted = output.float().clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            parts = [low[i, row].half().float() @ w[slot, 0].float().T for i, w in enumerate(weights)]
+            wanted[row, first_column:] += torch.cat(parts)
+    meta = LoRAKernelMeta.make(2, len(slots), "cpu")
+    meta.prepare_tensors(slots)
+    expand_parts(low, weights, output, *meta.meta_args(len(slots), False), first_column, True)
+    torch.testing.assert_close(
+        output.float(), wanted, atol=0.02, rtol=0.002
+    )  # sums in fp16: the interpreter knows no bf16
+    assert torch.equal(output[slots < 0].float(), wanted[slots < 0])
 
 
 def main(out: Path) -> None:
