@@ -13,6 +13,7 @@ from orthrus_serve.errors import OrthrusError
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +49,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     vllm_args.add_argument("file", help="Serve file, such as configs/cpu.yaml")
     vllm_args.set_defaults(run=_vllm_args, takes_rest=False)
+
+    switch = verbs.add_parser("switch", help="change the topology of the running application, without a restart")
+    switch.add_argument("topology", help="orthrus, hetero_fcfs, unified_homo or dedicated")
+    switch.add_argument("--split", metavar="E:G", help="embedding to generating replicas, for dedicated (1:3)")
+    switch.add_argument("--rule", help="the router's rule, if not the topology's own")
+    switch.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
+    switch.add_argument("--app", help="name of the application, where there are several")
+    switch.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
+    switch.set_defaults(run=_switch, takes_rest=False)
 
     model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
     model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -90,6 +100,16 @@ def _vllm_args(args: argparse.Namespace, _rest: list[str]) -> int:
     file = read_serve_file(args.file)
     check_serve_file(file)
     print(vllm_command_line(file))
+    return EXIT_OK
+
+
+def _switch(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.deployed_config import parse_wanted
+    from orthrus_serve.ops.serve_api import ServeApi
+    from orthrus_serve.ops.switch import switch
+
+    wanted = parse_wanted(args.topology, args.rule, args.split)
+    switch(wanted, ServeApi(args.address), print, app=args.app, base_url=args.base_url)
     return EXIT_OK
 
 

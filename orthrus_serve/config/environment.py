@@ -1,8 +1,11 @@
 """The switches that vLLM and its libraries read from the environment, as the processes of an engine replica need them.
 
 The one place where they are decided: a replica gets them through Ray's `runtime_env`. Leaves out what Ray itself reads before
-it starts (`RAY_*`), which belongs to whoever starts Ray.
+it starts (`RAY_*`), which belongs to whoever starts Ray; only its token is read here, for talking to a Ray that runs.
 """
+
+import os
+from pathlib import Path
 
 from orthrus_serve.config.schema import AppArgs
 
@@ -24,3 +27,15 @@ def replica_environment(args: AppArgs) -> dict[str, str]:
         "VLLM_MAX_COMPLETION_PROMPTS": str(args.limits.max_inputs),
         "VLLM_MAX_N_SEQUENCES": str(max(args.limits.max_inputs, args.limits.max_n)),
     }
+
+
+def ray_auth_token() -> str | None:
+    """The token that Ray's commands send, from where they have it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()  # noqa: TID251 - this is the one place
+    if token:
+        return token
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"  # noqa: TID251
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None

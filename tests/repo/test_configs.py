@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from orthrus_serve.config.load import read_serve_file
+from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.types import TopologyName
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,7 +37,7 @@ def test_every_topology_has_its_file_for_gpus_and_for_cpu(prefix, topology):
 # What else a file says, beside its topology: on CPU `dedicated` is the one that needs a second engine.
 BESIDE: dict[str, dict[str, Any]] = {
     "dedicated.yaml": {"dedicated": {"embed": 1, "generate": 3}},
-    "cpu-dedicated.yaml": {"dedicated": {"embed": 1, "generate": 1}, "num_replicas": 2},
+    "cpu-dedicated.yaml": {"dedicated": {"embed": 1, "generate": 1}, "num_replicas": 2, "num_cpus_per_replica": 0.5},
 }
 
 
@@ -54,3 +55,11 @@ def test_cuda_graphs_cover_the_mixed_step():
     sizes = application.args.vllm["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] >= application.args.vllm["max_num_batched_tokens"]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name.startswith("cpu")], ids=lambda file: file.name)
+def test_what_a_cpu_file_reserves_fits_on_two_cores(file):
+    (application,) = read_serve_file(file).applications
+    args = application.args
+    fronts = topology_of(args).num_fronts
+    assert args.num_replicas * args.num_cpus_per_replica + fronts * args.front.num_cpus <= 2

@@ -1,0 +1,203 @@
+"""The configuration that Serve has deployed: finding our application in it, changing what may change live, telling when it did.
+
+Pure: mappings in, mappings out. Guards: nothing but `user_config` differs afterwards, so that nothing restarts; applications of
+others go back as they came, since Serve removes what a new configuration leaves out. Leaves out how it is fetched and put.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from orthrus_serve.config.complaint import did_you_mean
+from orthrus_serve.config.load import IMPORT_PATH, parse_args
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, SplitSpec
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.ops.plan import topology_of
+from orthrus_serve.policy.roles import Split
+from orthrus_serve.policy.topology import PRESETS, Topology
+from orthrus_serve.types import RouterRule, TopologyName
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """One application of ours, as Serve has it. `url` is where its Fronts answer."""
+
+    name: str
+    url: str
+    args: AppArgs
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a switch asks for. `rule` and `split` None: as the application's `args` and the topology have them."""
+
+    topology: TopologyName
+    rule: RouterRule | None = None
+    split: Split | None = None
+
+
+def parse_wanted(topology: str, rule: str | None = None, split: str | None = None) -> Wanted:
+    """What the command line asks for.
+
+    Args:
+        split: `1:3`, embedding to generating replicas; for topologies with roles only.
+
+    Raises:
+        ConfigError: no such topology, rule or split.
+    """
+    name = _one_of(topology, "topology", get_args(TopologyName))
+    if split is not None and not PRESETS[name].is_split:
+        raise ConfigError(f"--split: in topology {name} every replica serves both kinds; it goes with dedicated")
+    return Wanted(
+        topology=name,
+        rule=None if rule is None else _one_of(rule, "rule", get_args(RouterRule)),
+        split=None if split is None else _parse_split(split),
+    )
+
+
+def find_application(details: Mapping[str, Any], name: str | None = None) -> Deployed:
+    """Our application in Ray's `ServeInstanceDetails`.
+
+    Raises:
+        ConfigError: there is none of that name, it is not ours, or several could be meant.
+    """
+    applications: Mapping[str, Any] = details["applications"]
+    if not applications:
+        raise ConfigError("Serve runs there, and no application does")
+    ours = [found for found in applications if _is_ours(applications[found])]
+    if name is None:
+        if not ours:
+            raise ConfigError(f"no application there was started from a file with import_path {IMPORT_PATH}")
+        if len(ours) > 1:
+            raise ConfigError(f"several applications there are ours; name one with --app: {', '.join(sorted(ours))}")
+        name = ours[0]
+    if name not in applications:
+        hint = did_you_mean(name, applications) or f"; there are {', '.join(sorted(applications))}"
+        raise ConfigError(f"there is no application {name!r}{hint}")
+    if name not in ours:
+        raise ConfigError(f"application {name!r} was not started from a file with import_path {IMPORT_PATH}")
+    config = applications[name]["deployed_app_config"]
+    return Deployed(name, _url(details, config), parse_args(config.get("args") or {}, (name, "args")))
+
+
+def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
+    """`wanted` with its roles said outright, where it has any: as asked, as `args` have them, or one to all others.
+
+    Raises:
+        ConfigError: there are not two engine replicas to give roles to.
+    """
+    if not PRESETS[wanted.topology].is_split:
+        return wanted
+    if num_engines < 2:
+        raise ConfigError(
+            f"topology {wanted.topology} needs at least 2 engine replicas, one that embeds and one that generates; "
+            f"{deployed.name} runs {num_engines}"
+        )
+    of_args = deployed.args.dedicated
+    split = wanted.split or (Split(of_args.embed, of_args.generate) if of_args else Split(1, num_engines - 1))
+    return Wanted(wanted.topology, wanted.rule, split)
+
+
+def switched(details: Mapping[str, Any], name: str, wanted: Wanted) -> dict[str, Any]:
+    """The configuration to put (Ray's `ServeDeploySchema`): as deployed, with the `user_config` that brings `wanted` about."""
+    config = deploy_config(details)
+    (application,) = [one for one in config["applications"] if one.get("name", "default") == name]
+    engine = _deployment(application, "Engine")
+    kept = {key: value for key, value in (engine.get("user_config") or {}).items() if key not in ("topology", "policy")}
+    policy = PRESETS[wanted.topology].pool.policy
+    engine["user_config"] = {**kept, "topology": wanted.topology, "policy": policy}
+    _deployment(application, "Front")["user_config"] = live_spec(wanted).model_dump(exclude_none=True)
+    return config
+
+
+def deploy_config(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was deployed from files, as a configuration that would deploy it again. A copy."""
+    keys = ("proxy_location", "http_options", "grpc_options", "target_capacity")
+    kept = {key: details[key] for key in keys if details.get(key) is not None}
+    applications = [one["deployed_app_config"] for one in details["applications"].values()]
+    return copy.deepcopy({**kept, "applications": [config for config in applications if config is not None]})
+
+
+def live_spec(wanted: Wanted) -> FrontLiveSpec:
+    """The Fronts' `user_config` for `wanted`."""
+    split = None if wanted.split is None else SplitSpec(embed=wanted.split.embed, generate=wanted.split.generate)
+    return FrontLiveSpec(topology=wanted.topology, rule=wanted.rule, dedicated=split)
+
+
+def target(wanted: Wanted, deployed: Deployed) -> Topology:
+    """What is in force when `wanted` is."""
+    return topology_of(deployed.args, live_spec(wanted))
+
+
+def behind(page: Mapping[str, Any], topology: Topology) -> list[str]:
+    """Who does not follow `topology` yet by the `/status` page, one sentence each; empty when all do."""
+    split = topology.split
+    front_has = {
+        "topology": topology.name,
+        "rule": topology.router_rule,
+        "dedicated": None if split is None else {"embed": split.embed, "generate": split.generate},
+    }
+    policy = topology.pools[0].policy
+    lines = [_sentence("Front", front["front"], front) for front in page["fronts"] if not _has(front, front_has)]
+    for engine in page["engines"]:
+        is_set = _has(engine, {"topology": topology.name}) and _has(engine.get("settings", {}), {"policy": policy})
+        if not is_set:
+            lines.append(_sentence("engine", engine["replica"], engine))
+    if page["num_fronts_silent"]:
+        lines.append(f"{page['num_fronts_silent']} Fronts do not answer")
+    return lines
+
+
+def refusals(page: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Who refused the last change, and why."""
+    told = [(front["front"], front) for front in page["fronts"]]
+    told += [(engine["replica"], engine) for engine in page["engines"]]
+    return {(who, said["refused"]) for who, said in told if said.get("refused") is not None}
+
+
+def _has(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(found.get(key) == value for key, value in expected.items()) and found.get("refused") is None
+
+
+def _sentence(noun: str, who: str, said: Mapping[str, Any]) -> str:
+    if said.get("refused") is not None:
+        return f"{noun} {who} refused: {said['refused']}"
+    return f"{noun} {who} {'does not answer' if said.get('answered') is False else 'has not followed'}"
+
+
+def _one_of(word: str, noun: str, known: tuple[Any, ...]) -> Any:
+    if word not in known:
+        raise ConfigError(f"there is no {noun} {word!r}{did_you_mean(word, known)}; there are {', '.join(known)}")
+    return word
+
+
+def _parse_split(text: str) -> Split:
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"--split: must be two whole numbers above 0 such as 1:3, embedding to generating; got {text!r}"
+        )
+    return Split(int(parts[0]), int(parts[1]))
+
+
+def _is_ours(application: Mapping[str, Any]) -> bool:
+    config = application.get("deployed_app_config") or {}
+    return str(config.get("import_path", "")).replace(":", ".") == IMPORT_PATH.replace(":", ".")
+
+
+def _url(details: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    http = details.get("http_options") or {}
+    host = http.get("host") or "127.0.0.1"
+    route = config.get("route_prefix", "/") or "/"
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http.get('port', 8000)}{route}".rstrip("/")
+
+
+def _deployment(application: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry of that name under `deployments`, made where there is none."""
+    deployments: list[dict[str, Any]] = application.setdefault("deployments", [])
+    for deployment in deployments:
+        if deployment.get("name") == name:
+            return deployment
+    deployments.append({"name": name})
+    return deployments[-1]

@@ -1,0 +1,197 @@
+"""Switching changes `user_config` and nothing else, and is over when every Front and engine says so."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from orthrus_serve.config.load import parse_live
+from orthrus_serve.config.schema import FrontLiveSpec, LiveSpec
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.ops.deployed_config import (
+    Wanted,
+    behind,
+    deploy_config,
+    find_application,
+    parse_wanted,
+    refusals,
+    settled,
+    switched,
+    target,
+)
+from orthrus_serve.policy.roles import Split
+
+ARGS: dict[str, Any] = {
+    "topology": "orthrus",
+    "num_replicas": 4,
+    "model": {"path": "/m"},
+    "adapters": {"e": {"path": "/a"}},
+}
+OURS: dict[str, Any] = {
+    "name": "ours", "route_prefix": "/", "import_path": "orthrus_serve.app:build", "args": ARGS, "runtime_env": {"a": 1},
+    "deployments": [{"name": "Engine", "health_check_period_s": 3, "user_config": {"policy": "orthrus", "min_share": 0.2}}],
+}  # fmt: skip
+THEIRS = {"name": "theirs", "route_prefix": "/theirs", "import_path": "their.app:make"}
+
+
+def details(*configs: dict[str, Any], by_hand: tuple[str, ...] = ()) -> dict[str, Any]:
+    applications: dict[str, Any] = {config["name"]: {"deployed_app_config": config} for config in configs}
+    applications |= {name: {"deployed_app_config": None} for name in by_hand}
+    http = {"host": "0.0.0.0", "port": 8123}
+    return {"proxy_location": "HeadOnly", "http_options": http, "target_capacity": None, "applications": applications}
+
+
+def deployment(config: dict[str, Any], name: str, app: str = "ours") -> dict[str, Any]:
+    (application,) = [one for one in config["applications"] if one["name"] == app]
+    (found,) = [one for one in application["deployments"] if one["name"] == name]
+    return found
+
+
+def without_user_config(config: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    for application in config["applications"]:
+        for one in application.get("deployments", []):
+            one.pop("user_config", None)
+        application["deployments"] = [one for one in application.get("deployments", []) if set(one) != {"name"}]
+    return config
+
+
+def test_only_user_config_changes_and_everybody_elses_application_goes_back_as_it_came():
+    before = details(OURS, THEIRS, by_hand=("notebook",))
+    untouched = copy.deepcopy(before)
+    config = switched(before, "ours", Wanted("dedicated", split=Split(1, 3)))
+    assert before == untouched
+    assert without_user_config(config) == without_user_config(deploy_config(before))
+    assert [one["name"] for one in config["applications"]] == ["ours", "theirs"]
+    assert config["http_options"] == {"host": "0.0.0.0", "port": 8123}
+    assert "target_capacity" not in config
+
+
+def test_both_deployments_are_told_and_what_else_was_set_live_stays():
+    config = switched(details(OURS), "ours", Wanted("dedicated", "round_robin", Split(1, 3)))
+    engine, front = deployment(config, "Engine"), deployment(config, "Front")
+    assert engine["user_config"] == {"topology": "dedicated", "policy": "hetero_fcfs", "min_share": 0.2}
+    assert engine["health_check_period_s"] == 3
+    assert front["user_config"] == {
+        "topology": "dedicated",
+        "rule": "round_robin",
+        "dedicated": {"embed": 1, "generate": 3},
+    }
+    parse_live(engine["user_config"], (), LiveSpec)
+    parse_live(front["user_config"], (), FrontLiveSpec)
+
+
+def test_switching_back_leaves_nothing_of_the_switch_behind():
+    there = switched(details(OURS), "ours", Wanted("dedicated", "round_robin", Split(1, 3)))
+    back = switched(details(*there["applications"]), "ours", Wanted("orthrus"))
+    assert deployment(back, "Front")["user_config"] == {"topology": "orthrus"}
+    assert deployment(back, "Engine")["user_config"] == {"topology": "orthrus", "policy": "orthrus", "min_share": 0.2}
+
+
+def test_an_application_without_a_list_of_deployments_gets_one():
+    plain = {key: value for key, value in OURS.items() if key != "deployments"}
+    config = switched(details(plain), "ours", Wanted("unified_homo"))
+    assert deployment(config, "Engine") == {
+        "name": "Engine",
+        "user_config": {"topology": "unified_homo", "policy": "unified_homo"},
+    }
+
+
+def test_the_application_is_found_and_its_address_is_what_serve_says():
+    deployed = find_application(details(THEIRS, OURS))
+    assert (deployed.name, deployed.url, deployed.args.num_replicas) == ("ours", "http://127.0.0.1:8123", 4)
+    other = {**OURS, "name": "b", "route_prefix": "/b"}
+    assert find_application(details(OURS, other), "b").url == "http://127.0.0.1:8123/b"
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "reason"),
+    [
+        (details(), None, "no application does"),
+        (
+            details(THEIRS),
+            None,
+            "no application there was started from a file with import_path orthrus_serve.app:build",
+        ),
+        (details(by_hand=("ours",)), None, "no application there was started from a file"),
+        (details(THEIRS), "theirs", "'theirs' was not started from a file with import_path orthrus_serve.app:build"),
+        (details(OURS), "our", "no application 'our'; did you mean 'ours'?"),
+        (details(OURS), "zzz", "no application 'zzz'; there are ours"),
+        (details(OURS, {**OURS, "name": "b"}), None, "name one with --app: b, ours"),
+    ],
+)
+def test_an_application_that_cannot_be_switched_is_refused_in_a_sentence(found, name, reason):
+    with pytest.raises(ConfigError) as caught:
+        find_application(found, name)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("dedicatd",), "there is no topology 'dedicatd'; did you mean 'dedicated'?"),
+        (("disagg_pd",), "there is no topology 'disagg_pd'; there are orthrus, hetero_fcfs, unified_homo, dedicated"),
+        (("orthrus", "round-robin"), "there is no rule 'round-robin'; did you mean 'round_robin'?"),
+        (("orthrus", None, "1:3"), "in topology orthrus every replica serves both kinds"),
+        (("dedicated", None, "1"), "such as 1:3"),
+        (("dedicated", None, "0:3"), "such as 1:3"),
+        (("dedicated", None, "1:3:5"), "such as 1:3"),
+        (("dedicated", None, "-1:3"), "such as 1:3"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_refused_in_a_sentence(given, reason):
+    with pytest.raises(ConfigError) as caught:
+        parse_wanted(*given)
+    assert reason in str(caught.value)
+
+
+def test_roles_are_as_asked_or_as_args_have_them_or_one_to_all_others():
+    plain, split = find_application(details(OURS)), {"embed": 2, "generate": 2}
+    told = find_application(details({**OURS, "args": {**ARGS, "dedicated": split}}))
+    assert settled(Wanted("dedicated", split=Split(3, 1)), told, 4).split == Split(3, 1)
+    assert settled(Wanted("dedicated"), told, 4).split == Split(2, 2)
+    assert settled(Wanted("dedicated"), plain, 8).split == Split(1, 7)
+    assert settled(Wanted("orthrus"), plain, 1).split is None
+    with pytest.raises(ConfigError, match=r"topology dedicated needs at least 2 engine replicas.*ours runs 1"):
+        settled(Wanted("dedicated"), plain, 1)
+
+
+def page(**changes: Any) -> dict[str, Any]:
+    """A status page on which everybody follows `dedicated` 1:3."""
+    front = {
+        "front": "f", "topology": "dedicated", "rule": "least_remaining_tokens",
+        "dedicated": {"embed": 1, "generate": 3}, "refused": None,
+    }  # fmt: skip
+    engine = {
+        "replica": "e", "answered": True, "topology": "dedicated", "settings": {"policy": "hetero_fcfs"}, "refused": None,
+    }  # fmt: skip
+    return {
+        "fronts": [{**front, **changes.get("front", {})}],
+        "engines": [{**engine, **changes.get("engine", {})}],
+        "num_fronts_silent": changes.get("silent", 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"front": {"topology": "orthrus"}}, ["Front f has not followed"]),
+        ({"front": {"rule": "round_robin"}}, ["Front f has not followed"]),
+        ({"front": {"dedicated": {"embed": 2, "generate": 2}}}, ["Front f has not followed"]),
+        ({"front": {"refused": "why"}}, ["Front f refused: why"]),
+        ({"engine": {"topology": "orthrus"}}, ["engine e has not followed"]),
+        ({"engine": {"settings": {"policy": "orthrus"}}}, ["engine e has not followed"]),
+        ({"engine": {"refused": "why"}}, ["engine e refused: why"]),
+        ({"engine": {"answered": False, "topology": None}}, ["engine e does not answer"]),
+        ({"silent": 2}, ["2 Fronts do not answer"]),
+    ],
+)
+def test_whoever_does_not_follow_is_named(changes, expected):
+    topology = target(Wanted("dedicated", split=Split(1, 3)), find_application(details(OURS)))
+    assert behind(page(**changes), topology) == expected
+
+
+def test_refusals_name_who_and_why():
+    assert refusals(page()) == set()
+    assert refusals(page(front={"refused": "a"}, engine={"refused": "b"})) == {("f", "a"), ("e", "b")}
