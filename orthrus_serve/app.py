@@ -14,6 +14,7 @@ from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.policy.topology import Topology
+from orthrus_serve.serving.autoscaling import autoscaling_config, report_environment
 from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
 from orthrus_serve.serving.front import Front
 from orthrus_serve.serving.ray_compat import check_ray
@@ -47,11 +48,16 @@ def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_W
 
 def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any]) -> serve.Deployment:
     pool = topology.pools[0]
+    size: dict[str, Any] = {"num_replicas": pool.num_replicas}
+    environment = replica_environment(args)
+    if args.autoscaling is not None:
+        size = {"autoscaling_config": autoscaling_config(args.autoscaling, pool.num_replicas)}
+        environment |= report_environment(args.autoscaling)
     router: Any = RequestRouterConfig
     deployment: Any = serve.deployment(
         EngineReplica,
         name=pool.name,
-        num_replicas=pool.num_replicas,
+        **size,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         user_config={"topology": topology.name, "policy": pool.policy, "min_share": args.engine.min_share},
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
@@ -64,7 +70,7 @@ def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any
         ray_actor_options={
             "num_cpus": args.num_cpus_per_replica,
             "num_gpus": pool.num_gpus_per_replica,
-            "runtime_env": {"env_vars": replica_environment(args)},
+            "runtime_env": {"env_vars": environment},
         },
     )
     return deployment

@@ -278,6 +278,7 @@ def _overridden(deployments: Any, path: KeyPath) -> dict[str, tuple[Any, KeyPath
         for key, instead in (
             ("num_replicas", "args.num_replicas" if name == "Engine" else "args.front.num_replicas"),
             ("request_router_config", "args.topology"),
+            ("autoscaling_config", "args.autoscaling"),
         ):
             if key in deployment:
                 raise ConfigError(f"{join((*here, key))}: would override what args say; write {instead} instead")

@@ -140,6 +140,21 @@ class HealthSpec(Section):
     replace_after_s: float = Field(default=60.0, ge=0)
 
 
+class AutoscalingSpec(Section):
+    """Let the load decide how many engine replicas run; `num_replicas` is then what the start begins with.
+
+    The load is the remaining tokens of all replicas. One is added when it has been above `target_tokens_per_replica` each for
+    `upscale_delay_s`, and removed, after it has finished what it runs, when the rest would have had room to spare for
+    `downscale_delay_s`. Zero replicas would make a request wait for a whole start, so there is always one.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_tokens_per_replica: int = Field(ge=1)
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+
+
 class FrontSpec(Section):
     """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas."""
 
@@ -201,6 +216,7 @@ class AppArgs(Section):
     router: RouterSpec = RouterSpec()
     dedicated: SplitSpec | None = None
     health: HealthSpec = HealthSpec()
+    autoscaling: AutoscalingSpec | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -220,12 +236,34 @@ class AppArgs(Section):
         gpus = self.num_gpus_per_replica
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus_per_replica: above one it must be a whole number, got {gpus:g}")
+        self._check_autoscaling()
         if self.topology == "dedicated" and self.num_replicas < 2:
             raise ValueError(
                 "num_replicas: topology dedicated needs at least 2, one that embeds and one that generates; "
                 f"got {self.num_replicas}"
             )
         return self
+
+    def _check_autoscaling(self) -> None:
+        spec = self.autoscaling
+        if spec is None:
+            return
+        if spec.max_replicas < spec.min_replicas:
+            raise ValueError(
+                f"autoscaling.max_replicas: must be at least min_replicas ({spec.min_replicas}), got {spec.max_replicas}"
+            )
+        if not spec.min_replicas <= self.num_replicas <= spec.max_replicas:
+            raise ValueError(
+                f"num_replicas: must be from autoscaling.min_replicas to max_replicas ({spec.min_replicas} to "
+                f"{spec.max_replicas}), got {self.num_replicas}"
+            )
+        if self.topology == "dedicated" and spec.min_replicas < 2:
+            raise ValueError("autoscaling.min_replicas: topology dedicated needs at least 2")
+
+    @property
+    def most_replicas(self) -> int:
+        """Engine replicas that may ever run."""
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas
 
     def routed(self, live: FrontLiveSpec | None = None) -> FrontLiveSpec:
         """What Fronts go by: what `args` say, with what is changed live."""

@@ -30,7 +30,7 @@ def topology_of(args: AppArgs, live: FrontLiveSpec | None = None) -> Topology:
         wanted.topology or args.topology,
         num_replicas=args.num_replicas,
         num_gpus_per_replica=args.num_gpus_per_replica,
-        num_fronts=args.front.num_replicas,
+        num_fronts=args.front.num_replicas or (args.most_replicas + 1) // 2,
         split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
         router_rule=wanted.rule,
     )
@@ -52,9 +52,21 @@ def _application_lines(application: Application, file: ServeFile) -> list[str]:
     return [
         f"application  {application.name} at http://{file.host}:{file.port}{route}",
         *describe(topology),
+        *_autoscaling_lines(args),
         f"generates    {args.model.name}: {args.model.path}",
         *(f"embeds       {line}" for line in _adapter_lines(args)),
         f"step budget  {_budget(application, topology)}",
+    ]
+
+
+def _autoscaling_lines(args: AppArgs) -> list[str]:
+    spec = args.autoscaling
+    if spec is None:
+        return []
+    return [
+        f"autoscaling  {spec.min_replicas} to {spec.max_replicas} replicas, {args.num_replicas} at first: "
+        f"{spec.target_tokens_per_replica} remaining tokens each at most; up after {spec.upscale_delay_s:g} s, "
+        f"down after {spec.downscale_delay_s:g} s"
     ]
 
 

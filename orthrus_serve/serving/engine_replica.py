@@ -21,6 +21,7 @@ from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
 from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.serving.asgi_io import with_length
+from orthrus_serve.serving.autoscaling import METRIC as AUTOSCALING_METRIC
 from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
@@ -273,6 +274,10 @@ class EngineReplica:
             for task in self._tasks:
                 task.cancel()
             running.engine.shutdown()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where it scales by load: what is left to compute here."""
+        return {AUTOSCALING_METRIC: float(sum(remaining_tokens(self._report).values()))}
 
     # --- questions to every replica ---------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class FakeEngine:
     max_model_len: int = MAX_MODEL_LEN
     sick_until_s: float = 0.0
     well: asyncio.Event = field(default_factory=asyncio.Event)
-    open: set[int] = field(default_factory=set)
+    open: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # as the channel reports them
     counts: dict[str, int] = field(default_factory=lambda: {"begun": 0, "finished": 0, "aborted": 0})
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class FakeEngine:
         await self.well.wait()
         if self.errored:
             raise RuntimeError("EngineDeadError")
-        requests = {str(number): (0, 0, 0, 1) for number in self.open}
+        requests = {str(number): progress for number, progress in self.open.items()}
         return {
             "policy": self.policy,
             "requests": requests,
@@ -94,7 +94,7 @@ class FakeEngine:
         """Numbers 0 to `count`, as an engine's output: closing it early is an abort."""
         self.counts["begun"] += 1
         number = self.counts["begun"]
-        self.open.add(number)
+        self.open[number] = (0, 0, 0, count)
         is_done = False
         try:
             await asyncio.sleep(trouble.delay_s)
@@ -106,6 +106,7 @@ class FakeEngine:
                     self._make(trouble.what)
                 await asyncio.sleep(trouble.gap_s)
                 await self.well.wait()
+                self.open[number] = (0, 0, token + 1, count)
                 yield token
             is_done = True
             if trouble.sick_s:
@@ -113,7 +114,7 @@ class FakeEngine:
             if trouble.hang:
                 self.well.clear()
         finally:
-            self.open.discard(number)
+            self.open.pop(number, None)
             self.counts["finished" if is_done else "aborted"] += 1
 
     def _make(self, what: str) -> None:

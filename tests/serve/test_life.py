@@ -142,3 +142,31 @@ def test_a_killed_replica_comes_back_and_is_used_again(app: App, client: httpx.C
         used = Counter(pid_of(f.result()) for f in [pool.submit(embed, client, delay_s=0.3) for _ in range(12)])
     assert len(set(used) - before) == 1
     assert sorted(used.values()) == [4, 4, 4]
+
+
+def test_replicas_follow_the_load_in_tokens_and_leave_only_when_they_have_finished(serve_url: str) -> None:
+    # A stream is 60 tokens, one in 0.1 s: twenty at once are some 600 tokens, half done as they are on average.
+    scaling = {"max_replicas": 3, "target_tokens_per_replica": 200, "upscale_delay_s": 1.0, "downscale_delay_s": 2.0}
+    args = AppArgs.model_validate({**ARGS, "num_replicas": 1, "front": {"num_replicas": 1}, "autoscaling": scaling})
+    serve.run(compose(args, start_fake), name="scaled", route_prefix="/scaled")
+    app = App("scaled", f"{serve_url}/scaled")
+    try:
+        with httpx.Client(base_url=app.url, timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+            with ThreadPoolExecutor(40) as pool:
+                streams = []
+                while len(app.info("Engine")) < 3:
+                    streams += [pool.submit(stream, client, 60, gap_s=0.1) for _ in range(2)]
+                    time.sleep(0.6)
+                    assert len(streams) < 200, "no replica came in a minute"
+                # The last ones run everywhere while the load falls.
+                streams += [pool.submit(stream, client, 60, gap_s=0.1) for _ in range(6)]
+                sizes = [3]
+                while sizes[-1] > 1 or not all(future.done() for future in streams):
+                    sizes.append(sum(engine["open"] >= 0 for engine in app.info("Engine")))
+                    assert len(sizes) < 600, "the replicas did not leave in a minute"
+                    time.sleep(0.1)
+            assert {tuple(future.result()) for future in streams} == {(*(f"t{n}" for n in range(60)), "data: [DONE]")}
+            assert sorted(sizes, reverse=True) == sizes
+            assert embed(client).status_code == 200
+    finally:
+        serve.delete("scaled", _blocking=False)

@@ -37,6 +37,16 @@ def test_engines_are_one_gpu_each_and_there_is_a_front_for_two_of_them() -> None
     assert router.request_router_kwargs == {"replica_wait_s": 30.0}
 
 
+def test_with_autoscaling_serve_scales_from_the_first_number_and_fronts_are_there_for_the_most() -> None:
+    scaled = {"min_replicas": 2, "max_replicas": 8, "target_tokens_per_replica": 20_000}
+    front, engine = deployments(autoscaling=scaled)
+    config = engine._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas, front.num_replicas) == (2, 4, 8, 4)
+    assert config.policy.policy_kwargs["target_tokens_per_replica"] == 20_000
+    switches = engine.ray_actor_options["runtime_env"]["env_vars"]
+    assert switches["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "10"
+
+
 @pytest.mark.parametrize(("gpus", "v2", "dynamo"), [(0, "0", "1"), (1, "1", None), (0.5, "1", None)])
 def test_replicas_get_the_switches_of_their_device(gpus: float, v2: str, dynamo: str | None) -> None:
     _, engine = deployments(num_gpus_per_replica=gpus)

@@ -121,6 +121,26 @@ def test_all_mistakes_in_args_are_told_at_once():
     ("path", "value", "expected"),
     [
         ((*ARG, "topology"), ABSENT, "applications[0].args.topology: missing"),
+        (
+            (*ARG, "autoscaling"),
+            {"min_replicas": 3, "max_replicas": 2, "target_tokens_per_replica": 1},
+            "args.autoscaling.max_replicas: must be at least min_replicas (3), got 2",
+        ),
+        (
+            (*ARG, "autoscaling"),
+            {"min_replicas": 2, "max_replicas": 3, "target_tokens_per_replica": 1},
+            "args.num_replicas: must be from autoscaling.min_replicas to max_replicas (2 to 3), got 1",
+        ),
+        (
+            (*ARG, "autoscaling"),
+            {"max_replicas": 2, "target_tokens_per_replica": 0},
+            "args.autoscaling.target_tokens_per_replica: must be at least 1",
+        ),
+        (
+            (*APP, "deployments"),
+            [{"name": "Engine", "autoscaling_config": {"max_replicas": 2}}],
+            "deployments[0].autoscaling_config: would override what args say; write args.autoscaling instead",
+        ),
         ((*ARG, "topology"), "dedicated", "args.num_replicas: topology dedicated needs at least 2"),
         (
             (*ARG, "dedicated"),
