@@ -207,6 +207,12 @@ def _check_vectors(engine: Engine, models: Models, done: list[Request], result: 
             result.wrong.append(f"{request}: cosine {cosine}")
 
 
+def logit_gap(models: Models, prompt: list[int], tokens: list[int], *, adapted: bool) -> float:
+    """How far the reference's logit of a token lies below its best one, at most, with the second adapter or none."""
+    logits = models.second.next_logits(prompt, tokens, adapted=adapted)
+    return float((logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
+
+
 def _check_tokens(engine: Engine, models: Models, done: list[Request], result: Round) -> None:
     for request in done:
         if request.pooling is not None:
@@ -216,8 +222,7 @@ def _check_tokens(engine: Engine, models: Models, done: list[Request], result: R
         if len(tokens) != request.max_tokens:
             result.wrong.append(f"{request}: {len(tokens)} tokens")
             continue
-        logits = models.second.next_logits(request.prompt, tokens, adapted=request.adapter == 2)
-        gap = float((logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
+        gap = logit_gap(models, request.prompt, tokens, adapted=request.adapter == 2)
         result.worst_gap = max(result.worst_gap, gap)
         if not gap < MAX_LOGIT_GAP:
             result.wrong.append(f"{request}: a token {gap} below the reference's best")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.fuzz import Models, Setting, run_round, settings
+from tests.engine.fuzz import MAX_LOGIT_GAP, MIN_COSINE, Models, Setting, logit_gap, run_round, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +24,17 @@ def test_nothing_is_lost_leaked_or_wrong(models: Models, tmp_path: Path, setting
     assert result.wrong == []
     assert result.embeddings > 15
     assert result.generations > 10
+
+
+def test_the_checks_tell_one_adapter_from_another_and_one_token_from_the_next(models: Models) -> None:
+    prompt = list(range(10, 40))
+    tokens = models.second.greedy(prompt, 8, adapted=True)
+    assert logit_gap(models, prompt, tokens, adapted=True) < MAX_LOGIT_GAP
+    assert logit_gap(models, prompt, tokens, adapted=False) > MAX_LOGIT_GAP
+    assert logit_gap(models, prompt, [*tokens[:7], tokens[7] + 1], adapted=True) > MAX_LOGIT_GAP
+    for pooling in ("last", "mean"):
+        assert float(models.first.vector(prompt, pooling) @ models.second.vector(prompt, pooling)) < MIN_COSINE
+    assert float(models.first.vector(prompt, "mean") @ models.first.vector(prompt[:-1], "mean")) < MIN_COSINE
 
 
 def test_nothing_is_lost_leaked_or_wrong_on_the_v2_runner() -> None:
