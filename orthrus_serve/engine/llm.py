@@ -3,7 +3,7 @@
 Leaves out HTTP (vLLM's own app, `openai_app.py`) and everything that happens in EngineCore (`scheduler.py`, `runner.py`).
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +21,10 @@ from orthrus_serve.errors import ConfigError
 # vLLM refuses `dimensions` by a check of the base model's config, so whoever feeds the app takes the field out of the body and
 # sets it here, around the call; the app's own tasks inherit the context.
 embed_dimensions: ContextVar[int | None] = ContextVar("embed_dimensions", default=None)
+
+# Called with the id of every request that the engine takes, where whoever feeds the app wants to know which of them are its
+# own: set like `embed_dimensions`. The ids are those of the channel's reports.
+note_request: ContextVar[Callable[[str], None] | None] = ContextVar("note_request", default=None)
 
 
 class EmbeddingFailedError(RuntimeError):
@@ -59,6 +63,17 @@ class MixedLLM(AsyncLLM):
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output together."""
         return self.model_config.max_model_len
+
+    @override
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; where somebody asked for it, tells them the engine's own ids of the request (one for each output)."""
+        collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        note = note_request.get()
+        if note is not None:
+            num_outputs = getattr(params, "n", 1)
+            for index in range(num_outputs):  # as `ParentRequest.get_child_info` names them
+                note(collector.request_id if num_outputs == 1 else f"{index}_{collector.request_id}")
+        return collector
 
     @override
     async def encode(

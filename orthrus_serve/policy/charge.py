@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from orthrus_serve.policy.remaining import output_left
 from orthrus_serve.types import RequestKind
 
 # Bytes of JSON body per token: English text with a subword tokenizer, with some room for the JSON around it.
@@ -162,8 +163,7 @@ class ChargeEstimator:
         """Tokens expected of each output; 0 for an embedding."""
         if shape.num_outputs < 1:
             return 0
-        expected = self._outputs.expected
-        return expected if shape.max_tokens is None else min(expected, max(0, shape.max_tokens))
+        return output_left(self._outputs.expected, shape.max_tokens)
 
     def learn_prompt(self, shape: RequestShape, num_prompt_tokens: int) -> None:
         """Take in the true prompt length (`usage.prompt_tokens`, or the engine's report) of a request."""

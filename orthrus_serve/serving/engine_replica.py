@@ -20,9 +20,11 @@ from orthrus_serve.config.load import parse_live
 from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
 from orthrus_serve.policy.topology import PRESETS
+from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.asgi_io import with_length
 from orthrus_serve.serving.autoscaling import METRIC as AUTOSCALING_METRIC
 from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
+from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.request_check import check_request
@@ -47,6 +49,7 @@ LAST_WORDS_S = 2.0
 # How long a stalled core's processes may take to end: vLLM asks for 5 s, then kills them.
 END_CORE_S = 20.0
 IDLE_WATCH_GAP_S = 0.25
+TOLD_WITHIN_S = 1.0
 GONE = RequestError(503, "The engine of this replica is gone.", code="replica_lost")
 
 
@@ -85,12 +88,17 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """An engine that is up, its OpenAI app, the length of each adapter's vectors, and where a request's `dimensions` go."""
+    """An engine that is up, its OpenAI app, and the length of each adapter's vectors.
+
+    Two variables are set around the app's call: where a request's `dimensions` go, and what is told the engine's own ids of
+    the requests that the call becomes.
+    """
 
     engine: Engine
     app: ASGIApp
     vector_sizes: Mapping[str, int]
     dimensions: contextvars.ContextVar[int | None]
+    note_request: contextvars.ContextVar[Callable[[str], None] | None]
 
 
 StartEngine = Callable[[AppArgs], Awaitable[RunningEngine]]
@@ -104,14 +112,14 @@ async def start_engine(args: AppArgs) -> RunningEngine:
     """
     # Imported here: only a replica's process loads torch and vLLM, after its switches are set; `app.py` needs this class too.
     from orthrus_serve.engine.args import make_engine  # noqa: PLC0415
-    from orthrus_serve.engine.llm import embed_dimensions  # noqa: PLC0415
+    from orthrus_serve.engine.llm import embed_dimensions, note_request  # noqa: PLC0415
     from orthrus_serve.engine.openai_app import make_openai_app  # noqa: PLC0415
     from orthrus_serve.engine.pooling_head import vector_sizes  # noqa: PLC0415
 
     engine = make_engine(args)
     app = await make_openai_app(engine, args)
     sizes = vector_sizes(args.adapters, engine.model_config.get_hidden_size())
-    return RunningEngine(engine, app, sizes, embed_dimensions)
+    return RunningEngine(engine, app, sizes, embed_dimensions, note_request)
 
 
 class EngineReplica:
@@ -139,9 +147,12 @@ class EngineReplica:
         self._registry.register(EngineReportCollector(self._totals, lambda: self._report))
         limits = PulseLimits(args.health.stall_s, args.health.replace_after_s)
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
-        self._tasks = [
-            asyncio.create_task(task) for task in (self._watch_core(), self._pulse.run(), self._leave_when_stalled())
-        ]
+        self._calls = OpenCalls()
+        self._sender = ReportSender(
+            lambda: ReplicaReport(self._replica_id, self._calls.by_front()), ray_compat.tell_fronts(TOLD_WITHIN_S)
+        )
+        running = (self._watch_core(), self._sender.run(), self._pulse.run(), self._leave_when_stalled())
+        self._tasks = [asyncio.create_task(task) for task in running]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -152,14 +163,21 @@ class EngineReplica:
         query: bytes,
         headers: list[Header],
         body: bytes,
+        *,
+        front: str = "",
+        charge: int = 1,
+        expected_output: int = 0,
         **_routing: object,  # read by the router, which sees the arguments of the handle call
     ) -> AsyncGenerator[Start | bytes]:
         """Answers one HTTP request: yields `(status, headers)`, then body chunks. See `tunnel.run_app`.
 
-        A replica whose core is gone marks its answer with `GONE_HEADER`; the Front then asks another one.
+        A replica whose core is gone marks its answer with `GONE_HEADER`; the Front then asks another one. `front` is whose
+        call it is; what it was charged, and the output expected of it, are reported until the engine has it.
         """
         self._num_open += 1
         self._nothing_open.clear()
+        call = self._calls.begin(front, ray_compat.current_request_id(), charge, expected_output)
+        self._sender.wake()
         try:
             if self._core_is_gone():
                 yield self._gone_start(UNSEEN_STATUS)
@@ -173,10 +191,13 @@ class EngineReplica:
                 return
             context = contextvars.copy_context()
             context.run(self._running.dimensions.set, checked.dimensions)
+            context.run(self._running.note_request.set, lambda engine_id: self._calls.note(call, engine_id))
             request = TunnelRequest(method, path, query, with_length(headers, len(checked.body)), checked.body)
             async for item in self._marked(run_app(self._running.app, request, context=context)):
                 yield item
         finally:
+            self._calls.end(call)
+            self._sender.wake()
             self._num_open -= 1
             if not self._num_open:
                 self._nothing_open.set()
@@ -229,8 +250,11 @@ class EngineReplica:
     async def _watch_core(self) -> None:
         """Keeps the core's last report. Ends the process when the core is gone, and only then."""
         while not self._core_is_gone():
+            mark = self._calls.mark
             try:
                 self._report = await self._running.engine.channel.watch()
+                self._calls.follow(self._report["requests"], mark)
+                self._sender.wake()
                 self._totals.see(self._report.get("totals", {}))
             except Exception:
                 log.exception("no_report_from_engine_core", replica=self._replica_id)

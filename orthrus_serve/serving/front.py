@@ -21,6 +21,7 @@ from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
+from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
@@ -300,14 +301,14 @@ class Front:
     """The Serve deployment class: wires a Front's parts together, once Serve has given it a handle to the engines."""
 
     def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
-        pool = EnginePool(engines)
+        self._id = serve.get_replica_context().replica_id.unique_id
+        pool = EnginePool(engines, self._id)
         self._load = pool.state
         self._live = LiveRouting(args, self._load)
         rules = QuarantineRules(max_failures=args.health.max_failures)
         self._keeper = PoolKeeper(pool, self._load, rules, make_probes(args), args.health.probe_timeout_s)
         self._keeping: asyncio.Task[NoReturn] | None = None
         metrics = FrontMetrics(lambda: self._live.topology)
-        self._id = serve.get_replica_context().replica_id.unique_id
         parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
         max_prompt = args.vllm.get("max_model_len")
         self._app = FrontApp(
@@ -328,8 +329,15 @@ class Front:
         """Changes topology, router rule and roles from the next request on. Never raises; `info` tells a refusal."""
         self._live.change(user_config)
 
+    async def take_report(self, report: ReplicaReport) -> None:
+        """Called by the engine replicas, several times a second while they have work."""
+        self._load.take_report(self._id, report)
+
     async def info(self) -> dict[str, Any]:
-        """What this Front goes by, what it has open, and the remaining tokens that it has charged for it. JSON-able."""
+        """What this Front goes by, what it has open, and the remaining tokens that it counts for it. JSON-able.
+
+        `drift` is by how many tokens the last reports moved that count; `loads` has everybody's remaining tokens by replica.
+        """
         ledger = self._load.ledger
         return {
             "front": self._id,
@@ -339,4 +347,6 @@ class Front:
             "open": ledger.num_open,
             "tokens": ledger.num_own_tokens,
             "quarantined": dict(self._load.quarantined),
+            "drift": ledger.num_drift_tokens,
+            "loads": dict(ledger.remaining_tokens),
         }

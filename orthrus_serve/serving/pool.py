@@ -117,11 +117,13 @@ class Peers:
 class EnginePool:
     """The replicas behind a Serve deployment handle."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], front_id: str) -> None:
+        """`front_id` is whose calls these are, for the replicas' reports."""
         self.name = handle.deployment_name
         self.deployment = ray_compat.deployment_behind(handle)
         self.state = state_of(self.deployment)
         self._handle = handle
+        self._front_id = front_id
         self._stream = handle.options(stream=True)
 
     def open(
@@ -142,6 +144,7 @@ class EnginePool:
             request.query,
             request.headers,
             request.body,
+            front=self._front_id,
             charge=charge,
             kind=kind,
             expected_output=expected_output,

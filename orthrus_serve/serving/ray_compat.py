@@ -6,9 +6,12 @@ Leaves out what is public (`serve.deployment`, handles, `ray.serve.request_route
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.context import _get_serve_request_context as get_serve_request_context
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -78,13 +81,18 @@ def deployment_behind(handle: DeploymentHandle[Any]) -> str:
     return f"{handle.deployment_id.app_name}/{handle.deployment_id.name}"
 
 
-async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float) -> list[Any]:
+def current_request_id() -> str:
+    """Inside a replica, the id of the request that it works on: as `request_id_of` in the router that sent it."""
+    return get_serve_request_context()._internal_request_id
+
+
+async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
     """Calls `method` on every running replica at once. Returns one entry per replica: its answer, or the exception.
 
     The public `results_async` gives up on all replicas when one of them is late; here a late one is a `TimeoutError` entry.
     """
     async with asyncio.timeout(timeout_s):
-        results = await handle.broadcast(method)._fetch_replica_results_async()
+        results = await handle.broadcast(method, *args)._fetch_replica_results_async()
     tasks = [asyncio.ensure_future(result.get_async()) for result in results]
     try:
         await asyncio.wait(tasks, timeout=timeout_s)
@@ -92,6 +100,21 @@ async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float) 
     finally:
         for task in tasks:
             task.cancel()
+
+
+def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[None]]:
+    """Inside a replica: what calls `take_report` of every Front of the same application.
+
+    It raises when there is no Front, and when one fails or does not answer in time.
+    """
+    fronts: DeploymentHandle[Any] = DeploymentHandle("Front", serve.get_replica_context().app_name)
+
+    async def tell(report: Any) -> None:
+        failed = [told for told in await ask_all(fronts, "take_report", timeout_s, report) if told is not None]
+        if failed:
+            raise failed[0]
+
+    return tell
 
 
 def _outcome(task: "asyncio.Future[Any]") -> Any:

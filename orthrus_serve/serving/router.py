@@ -71,11 +71,8 @@ class RemainingTokenRouter(RequestRouter):
     @override
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         # Serve's list leaves out replicas that stop or failed their health check, with or without a death report before.
-        before = {replica.replica_id.unique_id for replica in ray_compat.running_replicas(self)}
         super().update_replicas(replicas)
-        self._state.replicas = tuple(ReplicaId(replica.replica_id.unique_id) for replica in replicas)
-        for gone in before - {replica.replica_id.unique_id for replica in replicas}:
-            self._state.forget(ReplicaId(gone))
+        self._state.set_running([ReplicaId(replica.replica_id.unique_id) for replica in replicas])
 
     def _list_replicas(self) -> None:
         # Serve makes a new list whenever the replicas change, and never changes one.

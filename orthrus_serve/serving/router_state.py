@@ -6,9 +6,10 @@ deserialised class, while this module is imported. It is the one process-wide re
 runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`) and the choice (`policy/replica_choice.py`).
 """
 
+import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
@@ -16,6 +17,7 @@ from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.replica_choice import RULES, Measure, choose_replica
 from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
+from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.types import ReplicaId, RequestId, RequestKind, RouterRule
 
 # A call that is given up before a replica was chosen for it would be remembered for ever.
@@ -35,9 +37,10 @@ class RouterState:
 
     Attributes:
         split: how many replicas have which role; None: each serves both kinds.
-        replicas: those that Serve last listed as running.
+        replicas: those that Serve last listed as running, without any that died since.
         quarantined: replicas that are alive but cannot serve, and why.
         chosen: the replica of each open call that somebody will ask about.
+        loop: where the router chooses; what it reads changes only there.
     """
 
     rule: RouterRule = "least_remaining_tokens"
@@ -49,6 +52,8 @@ class RouterState:
     last_turns: dict[ReplicaId, int] = field(default_factory=dict)
     quarantined: Mapping[ReplicaId, str] = field(default_factory=dict)
     chosen: OrderedDict[str, ReplicaId] = field(default_factory=OrderedDict)
+    report_numbers: dict[ReplicaId, int] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop | None = None
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -98,11 +103,33 @@ class RouterState:
         """The request ended on that replica, however it ended. Unknown ones (broadcasts) are ignored."""
         self.ledger.settle(_charge_id(request_id, replica_id))
 
+    def set_running(self, replica_ids: Collection[ReplicaId]) -> None:
+        """These replicas run now; the others are gone. Called on the router's event loop: reports are brought there."""
+        self.loop = asyncio.get_running_loop()
+        for gone in set(self.replicas).difference(replica_ids):
+            self.forget(gone)
+        self.replicas = tuple(replica_ids)
+
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone."""
+        self.replicas = tuple(replica for replica in self.replicas if replica != replica_id)
         self.ledger.forget(replica_id)
         self.last_turns.pop(replica_id, None)
-        self.replicas = tuple(replica for replica in self.replicas if replica != replica_id)
+        self.report_numbers.pop(replica_id, None)
+
+    def take_report(self, front: str, report: ReplicaReport) -> None:
+        """Brings a replica's report to the ledger. May be called on any thread."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.follow, front, report)
+
+    def follow(self, front: str, report: ReplicaReport) -> None:
+        """Corrects the ledger, unless the report is late, or of a replica that is gone (it would never be forgotten again)."""
+        replica_id = ReplicaId(report.replica)
+        if replica_id not in self.replicas or report.number <= self.report_numbers.get(replica_id, 0):
+            return
+        self.report_numbers[replica_id] = report.number
+        own = {_charge_id(request_id, replica_id): num_tokens for request_id, num_tokens in report.own(front).items()}
+        self.ledger.correct(replica_id, own, report.num_other_tokens(front), report.num_other_open(front))
 
 
 def _charge_id(request_id: str, replica_id: ReplicaId) -> RequestId:

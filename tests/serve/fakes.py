@@ -24,6 +24,9 @@ from orthrus_serve.serving.engine_replica import RunningEngine
 
 VOCAB_SIZE, MAX_MODEL_LEN, EMBEDDING_SIZE = 1000, 512, 8
 
+note_request: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
+    "note_request", default=None
+)
 dimensions_asked: contextvars.ContextVar[int | None] = contextvars.ContextVar("dimensions_asked", default=None)
 
 
@@ -95,6 +98,8 @@ class FakeEngine:
         self.counts["begun"] += 1
         number = self.counts["begun"]
         self.open[number] = (0, 0, 0, count)
+        if (note := note_request.get()) is not None:
+            note(str(number))
         is_done = False
         try:
             await asyncio.sleep(trouble.delay_s)
@@ -196,7 +201,9 @@ def _usage(texts: list[str]) -> dict[str, int]:
 async def start_fake(args: AppArgs) -> RunningEngine:
     """What `EngineReplica` gets in place of a real engine."""
     engine = FakeEngine()
-    return RunningEngine(engine, fake_app(engine), dict.fromkeys(args.adapters, EMBEDDING_SIZE), dimensions_asked)
+    return RunningEngine(
+        engine, fake_app(engine), dict.fromkeys(args.adapters, EMBEDDING_SIZE), dimensions_asked, note_request
+    )
 
 
 async def never_start(args: AppArgs) -> RunningEngine:

@@ -1,5 +1,6 @@
 """What a Front knows of its replicas' load, through the life of requests as Serve reports it."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving import router_state
+from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.types import ReplicaId, RequestId
 
@@ -104,3 +106,28 @@ def test_a_dead_replica_is_forgotten_and_a_late_end_finds_nothing() -> None:
 def test_router_and_metrics_of_one_process_share_one_state() -> None:
     assert state_of("app/Engine") is state_of("app/Engine")
     assert state_of("app/Engine") is not state_of("other/Engine")
+
+
+async def test_a_report_of_a_replica_corrects_what_is_charged_there() -> None:
+    state = RouterState()
+    state.set_running([A, B])
+    choose(state, "1", [A], charge=100)
+    choose(state, "2", [A], charge=100)
+    state.take_report("f", ReplicaReport("a", {"f": {"1": 30}, "g": {"9": 500}}, number=1))
+    await asyncio.sleep(0)
+    assert (state.ledger.load(A), state.ledger.num_own_tokens) == (630, 130)  # 2 is on its way there
+    state.settle("1", A)
+    state.settle("2", A)
+    assert (state.ledger.load(A), state.ledger.num_own_tokens) == (500, 0)
+
+
+async def test_a_late_report_and_one_of_a_replica_that_is_gone_change_nothing() -> None:
+    state = RouterState()
+    state.take_report("f", ReplicaReport("a", {"g": {"9": 1}}, number=1))  # no router yet
+    state.set_running([A, B])
+    state.follow("f", ReplicaReport("a", {"g": {"9": 5}}, number=2))
+    state.follow("f", ReplicaReport("a", {"g": {"9": 700}}, number=1))
+    assert state.ledger.load(A) == 5
+    state.set_running([B])
+    state.follow("f", ReplicaReport("a", {"g": {"9": 5}}, number=3))
+    assert state.ledger.loads([A, B]) == {A: 0, B: 0}

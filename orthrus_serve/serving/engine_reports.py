@@ -1,0 +1,160 @@
+"""What a replica really has left, told to every Front: the calls open here, what is left of each, and when that is sent.
+
+A Front charges by estimate and cannot see its requests progress, nor those of other Fronts. The replica can: its engine's
+core reports the facts of each request, and the engine notes which requests belong to which tunnelled call.
+
+Guards: a call counts from its arrival to its end, once; sending neither blocks nor fails whoever has news; at most one
+message is under way, and at most one every 100 ms; the last report always arrives, unless the Front is gone.
+Leaves out the arithmetic (`policy/remaining.py`) and what a Front makes of it (`router_state.py`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from orthrus_serve.policy.remaining import Progress, remaining_tokens
+from orthrus_serve.telemetry.log import event_log
+
+log = event_log(__name__)
+
+REPORT_GAP_S = 0.1
+# After a message that did not arrive (no Front is up yet, or one is going).
+RETRY_GAP_S = 1.0
+
+# Front → request id → remaining tokens.
+Calls = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What a replica tells every Front.
+
+    Attributes:
+        calls: remaining tokens of every call open there, by the Front that it came from and the id of its request.
+        number: grows with every message of that replica: an old one may arrive late.
+    """
+
+    replica: str
+    calls: Calls
+    number: int = 0
+
+    def own(self, front: str) -> Mapping[str, int]:
+        """Remaining tokens by request, of that Front's calls."""
+        return self.calls.get(front, {})
+
+    def num_other_tokens(self, front: str) -> int:
+        """Remaining tokens of everyone else's calls."""
+        return sum(sum(calls.values()) for other, calls in self.calls.items() if other != front)
+
+    def num_other_open(self, front: str) -> int:
+        """How many calls everyone else has open there."""
+        return sum(len(calls) for other, calls in self.calls.items() if other != front)
+
+
+@dataclass
+class OpenCall:
+    """A tunnelled call that this replica works on. `remaining` starts as its charge."""
+
+    front: str
+    request_id: str
+    expected_output: int
+    remaining: int
+    noted: dict[str, int] = field(default_factory=dict)  # the engine's request id → its number in order of notes
+
+
+class OpenCalls:
+    """The calls open at one replica. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, OpenCall] = {}
+        self._num_noted = 0
+
+    def begin(self, front: str, request_id: str, charge: int, expected_output: int) -> OpenCall:
+        """A call arrived; until the engine has it, what is left is its charge."""
+        call = OpenCall(front, request_id, expected_output, max(0, charge))
+        self._calls[id(call)] = call
+        return call
+
+    def end(self, call: OpenCall) -> None:
+        """The call is over, however it ended."""
+        self._calls.pop(id(call), None)
+
+    def note(self, call: OpenCall, engine_id: str) -> None:
+        """The engine has taken a request of that call."""
+        call.noted[engine_id] = self._num_noted
+        self._num_noted += 1
+
+    @property
+    def mark(self) -> int:
+        """To be taken before a report is asked for: that report knows all requests noted until now, or they are finished."""
+        return self._num_noted
+
+    def follow(self, requests: Mapping[str, Any], mark: int) -> None:
+        """Take in the engine's report.
+
+        A call of which the engine has taken nothing keeps its charge, and so does one with a request noted since `mark`
+        that the report does not name.
+
+        Args:
+            requests: as the channel reports them: (lane, prompt tokens left, output tokens made, most output tokens) by id.
+        """
+        for call in self._calls.values():
+            known = [Progress(*requests[engine_id][1:]) for engine_id in call.noted if engine_id in requests]
+            is_young = any(number >= mark for engine_id, number in call.noted.items() if engine_id not in requests)
+            if call.noted and not is_young:
+                call.remaining = remaining_tokens(known, call.expected_output)
+
+    def by_front(self) -> Calls:
+        """What is left of every call."""
+        calls: Calls = {}
+        for call in self._calls.values():
+            of_front = calls.setdefault(call.front, {})
+            of_front[call.request_id] = of_front.get(call.request_id, 0) + call.remaining
+        return calls
+
+
+class ReportSender:
+    """Sends the newest report whenever there is news, without letting anybody wait for it."""
+
+    def __init__(
+        self,
+        report: Callable[[], ReplicaReport],
+        send: Callable[[ReplicaReport], Awaitable[None]],
+        gap_s: float = REPORT_GAP_S,
+        retry_gap_s: float = RETRY_GAP_S,
+    ) -> None:
+        """
+        Args:
+            report: the report as of now.
+            send: raises if the report may not have arrived everywhere.
+        """
+        self._report = report
+        self._send = send
+        self._gap_s = gap_s
+        self._retry_gap_s = retry_gap_s
+        self._news = asyncio.Event()
+        self.num_sent = 0
+
+    def wake(self) -> None:
+        """There may be news. Never waits, never raises."""
+        self._news.set()
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        arrived: ReplicaReport | None = self._report()
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            report, gap_s = self._report(), self._gap_s
+            if report != arrived:
+                self.num_sent += 1
+                try:
+                    await self._send(replace(report, number=self.num_sent))
+                    arrived = report
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is sent again
+                    if arrived is not None:  # the first of a row
+                        log.warning("report_not_sent", cause=repr(error)[:300])
+                    arrived, gap_s = None, self._retry_gap_s
+                    self._news.set()
+            await asyncio.sleep(gap_s)
