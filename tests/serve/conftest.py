@@ -1,5 +1,6 @@
 """One local Ray for the whole suite, with its own folder and ports, so that no other cluster on the machine is met."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -58,13 +59,13 @@ class App:
             return []
 
 
-@pytest.fixture(scope="session")
-def serve_url() -> Iterator[str]:
-    """The address of a local Serve."""
+@contextlib.contextmanager
+def local_serve(num_cpus: int = 4) -> Iterator[str]:
+    """A Ray and a Serve of our own; yields the address of its proxy. `num_cpus` are logical."""
     folder = tempfile.mkdtemp(prefix="orthrus-ray-")  # short: Ray puts sockets below it
     ray.init(
         address="local",
-        num_cpus=4,  # logical
+        num_cpus=num_cpus,
         object_store_memory=200 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
@@ -77,10 +78,19 @@ def serve_url() -> Iterator[str]:
     serve.start(
         proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, grpc_options={"port": free_port()}
     )
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def serve_url() -> Iterator[str]:
+    """The address of a local Serve."""
+    with local_serve() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

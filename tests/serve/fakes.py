@@ -165,15 +165,15 @@ def fake_app(engine: FakeEngine) -> Starlette:
         return JSONResponse({"error": {"message": "no", "type": "BadRequestError", "param": "x", "code": 400}}, 400)
 
     routes = [
-        Route("/v1/embeddings", _until_disconnect(embeddings), methods=["POST"]),
-        Route("/v1/completions", _until_disconnect(completions), methods=["POST"]),
+        Route("/v1/embeddings", until_disconnect(embeddings), methods=["POST"]),
+        Route("/v1/completions", until_disconnect(completions), methods=["POST"]),
         Route("/v1/models", models),
         Route("/tokenize", vllm_error, methods=["POST"]),
     ]
     return Starlette(routes=routes)
 
 
-def _until_disconnect(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def until_disconnect(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """As vLLM's `with_cancellation`: the handler runs in a task of its own, which a disconnect cancels."""
 
     async def endpoint(request: Request) -> Response:
