@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.engine.args import make_engine
-from orthrus_serve.engine.llm import MixedLLM, embed_dimensions
+from orthrus_serve.engine.llm import MixedLLM, embed_dimensions, note_request
 from orthrus_serve.engine.openai_app import make_openai_app
 from orthrus_serve.errors import ConfigError
 from tests.engine.harness import TinyModel, token_ids
@@ -196,6 +196,31 @@ def test_watch_follows_the_work_of_a_running_request(running: Running, rng) -> N
     assert left == sorted(left, reverse=True)
     assert len(set(left)) >= 4
     assert running.run(running.engine.channel.watch())["prompt_left"]["embed"] == 0
+
+
+def test_the_ids_that_a_call_notes_are_those_of_the_reports(running: Running) -> None:
+    async def ask(path: str, body: dict[str, Any]) -> tuple[list[str], set[str]]:
+        """The ids noted by the call, and those that the core reported while it ran."""
+        noted: list[str] = []
+        reported: set[str] = set()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(running.app), base_url="http://engine") as client:
+            token = note_request.set(noted.append)
+            asking = asyncio.create_task(client.post(path, json=body))  # its tasks inherit the variable
+            note_request.reset(token)
+            while not asking.done():
+                reported |= set((await running.engine.channel.watch(0.0))["requests"])
+                await asyncio.sleep(0.001)
+        assert asking.result().status_code == 200
+        return noted, reported
+
+    body = {"model": "orthrus", "prompt": [WORD_IDS, WORD_IDS], "n": 3, "max_tokens": 60, "ignore_eos": True}
+    noted, reported = running.run(ask("/v1/completions", body))
+    assert len(noted) == 6
+    assert reported == set(noted)
+    body = {"model": "orthrus-embed", "input": [WORD_IDS * 50, WORD_IDS]}
+    noted, reported = running.run(ask("/v1/embeddings", body))
+    assert len(noted) == 2
+    assert reported <= set(noted)
 
 
 def test_settings_change_live_and_refusals_are_values(running: Running) -> None:

@@ -1,9 +1,9 @@
 """Compares the router's rules on four fake engines of a known speed, and measures what routing costs. A tool, not a test.
 
-Run: `python -m tests.serve.routing_rules --json FILE.json.gz` (about 12 minutes). The whole serving side is real (Serve's proxy,
-two Fronts, four replicas on a local Ray); an engine computes so many tokens a second, one request after the other. Requests
-arrive by a Poisson process, whatever the answers do, at 85 % of what the engines can compute. Each round plays one trace under
-every rule, switched live, in another order each round.
+Run: `python -m tests.serve.routing_rules --json FILE.json.gz` (about 12 minutes). The whole serving side is real (proxy, two
+Fronts and four replicas on a local Ray); an engine computes so many tokens a second, one request after the other. Requests
+arrive by a Poisson process, whatever the answers do, at 85 % of what the engines can compute. Each round plays one trace
+under every rule, switched live, in another order each round.
 """
 
 import argparse
