@@ -9,6 +9,7 @@ RouterRule = Literal["least_remaining_tokens", "power_of_two", "round_robin", "i
 PoolingKind = Literal["last", "mean", "weighted_mean", "cls", "all"]
 Activation = Literal["none", "tanh", "gelu", "relu"]
 Reduction = Literal["mean", "max", "last"]
+Priority = Literal["high", "normal", "low"]
 
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)

@@ -4,6 +4,7 @@ Guards: unknown keys, wrong types and contradictions stop the start and name the
 whether vLLM accepts its own keys (`engine/args.py` and `orthrus-serve check` look at those).
 """
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,6 +177,55 @@ class RouterSpec(Section):
     rule: RouterRule | None = None
 
 
+class GoalSpec(Section):
+    """Within what time a request of one kind is to have its first token, and to be complete. None is no goal."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+
+
+class HeadroomSpec(Section):
+    """What share of its goal a request may be predicted to take, by its priority: the smaller, the earlier it is refused."""
+
+    high: float = Field(default=0.9, gt=0, le=1)
+    normal: float = Field(default=0.8, gt=0, le=1)
+    low: float = Field(default=0.6, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.high >= self.normal >= self.low:
+            raise ValueError("high: must not be below normal, nor normal below low")
+        return self
+
+
+class KeyLimitSpec(Section):
+    """What one key may use, all Fronts together; None is no limit."""
+
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    max_in_flight_tokens: float | None = Field(default=None, gt=0)
+
+
+class AdmissionSpec(Section):
+    """Who is let in. Without this section, everybody.
+
+    `generate` and `embed` are the goals of requests that name none of their own. `each_key` limits every client, told apart by
+    the `Authorization` header; `keys` gives single ones other limits, by the SHA-256 (in hex) of what follows `Bearer `.
+    """
+
+    generate: GoalSpec = GoalSpec()
+    embed: GoalSpec = GoalSpec()
+    headroom: HeadroomSpec = HeadroomSpec()
+    each_key: KeyLimitSpec = KeyLimitSpec()
+    keys: dict[str, KeyLimitSpec] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _hashed(self) -> Self:
+        if any(not re.fullmatch("[0-9a-f]{64}", name) for name in self.keys):
+            raise ValueError("keys: a key is named by its SHA-256, 64 lower-case hex digits, never by itself")
+        return self
+
+
 class FrontLiveSpec(Section):
     """The `user_config` of the Fronts: what may change while they run. None leaves a setting as `args` have it; `rule` None is
     the topology's own when the topology is another than that of `args`."""
@@ -216,6 +266,7 @@ class AppArgs(Section):
     router: RouterSpec = RouterSpec()
     dedicated: SplitSpec | None = None
     health: HealthSpec = HealthSpec()
+    admission: AdmissionSpec | None = None
     autoscaling: AutoscalingSpec | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
 
