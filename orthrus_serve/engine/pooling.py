@@ -158,7 +158,8 @@ class ProgressivePooler:
         progress.next_position = chunk.end
 
     def _vector_size(self, progress: _Progress, hidden_size: int) -> int:
-        return hidden_size if progress.spec.head is None else self._heads[progress.spec.head].size
+        spec = progress.spec  # a head belongs to an adapter, and a request may ask for another pooling than `all`
+        return self._heads[spec.head].size if spec.pooling == "all" and spec.head is not None else hidden_size
 
     def _keep_single_rows(self, hidden: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
         if len(slots):

@@ -53,6 +53,7 @@ def specs(tmp_path: Path) -> dict[str, PoolingSpec]:
         safetensors.torch.save_file({"weight": torch.randn(out, SIZE), "bias": torch.randn(out)}, path)
         head = HeadSettings(path=str(path), activation="tanh", reduction="mean")
         made[f"all-{out}"] = PoolingSpec("all", head=head)
+        made[f"mean-beside-a-head-of-{out}"] = PoolingSpec("mean", head=head)
     return made
 
 
