@@ -59,6 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     switch.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
     switch.set_defaults(run=_switch, takes_rest=False)
 
+    scale = verbs.add_parser("scale", help="change the number of engines of the running application, without a restart")
+    scale.add_argument("num_replicas", type=int, metavar="N", help="engine replicas that are to run")
+    scale.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
+    scale.add_argument("--app", help="name of the application, where there are several")
+    scale.set_defaults(run=_scale, takes_rest=False)
+
     model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
     model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
     fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
@@ -110,6 +116,14 @@ def _switch(args: argparse.Namespace, _rest: list[str]) -> int:
 
     wanted = parse_wanted(args.topology, args.rule, args.split)
     switch(wanted, ServeApi(args.address), print, app=args.app, base_url=args.base_url)
+    return EXIT_OK
+
+
+def _scale(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.scale import scale
+    from orthrus_serve.ops.serve_api import ServeApi
+
+    scale(args.num_replicas, ServeApi(args.address), print, app=args.app)
     return EXIT_OK
 
 

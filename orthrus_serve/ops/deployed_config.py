@@ -1,6 +1,7 @@
 """The configuration that Serve has deployed: finding our application in it, changing what may change live, telling when it did.
 
-Pure: mappings in, mappings out. Guards: nothing but `user_config` differs afterwards, so that nothing restarts; applications of
+Pure: mappings in, mappings out. Guards: nothing but `user_config` or the number of engines differs afterwards, so that nothing
+restarts; applications of
 others go back as they came, since Serve removes what a new configuration leaves out. Leaves out how it is fetched and put.
 """
 
@@ -102,13 +103,35 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
 def switched(details: Mapping[str, Any], name: str, wanted: Wanted) -> dict[str, Any]:
     """The configuration to put (Ray's `ServeDeploySchema`): as deployed, with the `user_config` that brings `wanted` about."""
     config = deploy_config(details)
-    (application,) = [one for one in config["applications"] if one.get("name", "default") == name]
+    application = _application(config, name)
     engine = _deployment(application, "Engine")
     kept = {key: value for key, value in (engine.get("user_config") or {}).items() if key not in ("topology", "policy")}
     policy = PRESETS[wanted.topology].pool.policy
     engine["user_config"] = {**kept, "topology": wanted.topology, "policy": policy}
     _deployment(application, "Front")["user_config"] = live_spec(wanted).model_dump(exclude_none=True)
     return config
+
+
+def scaled(details: Mapping[str, Any], name: str, num_replicas: int) -> dict[str, Any]:
+    """The configuration to put: as deployed, with so many engine replicas. `args` stay: a change there restarts everything."""
+    config = deploy_config(details)
+    _deployment(_application(config, name), "Engine")["num_replicas"] = num_replicas
+    return config
+
+
+def check_scale(details: Mapping[str, Any], deployed: Deployed, num_replicas: int) -> None:
+    """Refuses a number that cannot be.
+
+    Raises:
+        ConfigError: the application cannot run with so many engine replicas, or decides itself how many run.
+    """
+    if deployed.args.autoscaling is not None:
+        raise ConfigError(f"{deployed.name} scales itself (args.autoscaling): change its file and deploy that")
+    live = _deployment(_application(deploy_config(details), deployed.name), "Front").get("user_config") or {}
+    topology: TopologyName = live.get("topology") or deployed.args.topology
+    fewest = 2 if PRESETS[topology].is_split else 1
+    if num_replicas < fewest:
+        raise ConfigError(f"topology {topology} needs at least {fewest} engine replicas, got {num_replicas}")
 
 
 def deploy_config(details: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +214,11 @@ def _url(details: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     host = http.get("host") or "127.0.0.1"
     route = config.get("route_prefix", "/") or "/"
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http.get('port', 8000)}{route}".rstrip("/")
+
+
+def _application(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    (application,) = [one for one in config["applications"] if one.get("name", "default") == name]
+    return application
 
 
 def _deployment(application: dict[str, Any], name: str) -> dict[str, Any]:

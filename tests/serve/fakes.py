@@ -14,11 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.serve import Application
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from orthrus_serve.app import compose
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.serving.engine_replica import RunningEngine
 
@@ -210,3 +212,8 @@ async def never_start(args: AppArgs) -> RunningEngine:
     """An engine that loads for ever."""
     await asyncio.Event().wait()
     raise AssertionError("this is a bug in asyncio")
+
+
+def build_fake(args: AppArgs) -> Application:
+    """The builder of an application with fake engines, as a Serve file names it."""
+    return compose(args, start_fake)

@@ -10,10 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema, ServeInstanceDetails
 
 from orthrus_serve.app import compose
 from orthrus_serve.config.schema import AppArgs
-from tests.serve.conftest import FAKE_ARGS, App
+from orthrus_serve.ops.deployed_config import scaled
+from orthrus_serve.ops.scale import replica_states
+from tests.serve.conftest import FAKE_ARGS, REPOSITORY, App
 from tests.serve.fakes import start_fake
 
 EMBED, COMPLETE = "/v1/embeddings", "/v1/completions"
@@ -26,12 +30,33 @@ ARGS = {
 }
 
 
+LIFE = {
+    "name": "life",
+    "route_prefix": "/life",
+    "import_path": "tests.serve.fakes:build_fake",
+    "args": ARGS,
+    "runtime_env": {"env_vars": {"PYTHONPATH": str(REPOSITORY)}},
+}
+
+
 @pytest.fixture(scope="module")
 def app(serve_url: str) -> Iterator[App]:
     """Three replicas with fake engines, and one Front."""
-    serve.run(compose(AppArgs.model_validate(ARGS), start_fake), name="life", route_prefix="/life")
+    put({"applications": [LIFE]})
+    until(lambda: deployed()["applications"]["life"]["status"] == "RUNNING", limit_s=60)
     yield App("life", f"{serve_url}/life")
     serve.delete("life", _blocking=False)
+
+
+def put(config: dict[str, Any]) -> None:
+    """As Serve's REST API does with a configuration."""
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+
+
+def deployed() -> dict[str, Any]:
+    """As Serve's REST API tells it."""
+    details = ServeInstanceDetails.model_validate(_get_global_client().get_serve_details())
+    return details.model_dump(mode="json", exclude_unset=True)
 
 
 @pytest.fixture
@@ -142,6 +167,24 @@ def test_a_killed_replica_comes_back_and_is_used_again(app: App, client: httpx.C
         used = Counter(pid_of(f.result()) for f in [pool.submit(embed, client, delay_s=0.3) for _ in range(12)])
     assert len(set(used) - before) == 1
     assert sorted(used.values()) == [4, 4, 4]
+
+
+def test_scaling_down_under_streams_drops_nothing_and_restarts_nobody(app: App, client: httpx.Client) -> None:
+    put(scaled(deployed(), "life", 4))
+    until(lambda: len(app.info("Engine")) == 4, limit_s=60)
+    before = {engine["pid"] for engine in app.info("Engine")}
+    with ThreadPoolExecutor(60) as pool:
+        streams = [pool.submit(stream, client, 60, gap_s=0.05) for _ in range(16)]  # 3 s each, four on each replica
+        until(lambda: [engine["open"] for engine in app.info("Engine")] == [4, 4, 4, 4])
+        put(scaled(deployed(), "life", 2))
+        until(lambda: len(app.info("Engine")) == 2)
+        assert replica_states(deployed(), "life") == {"RUNNING": 2, "STOPPING": 2}, (
+            "those that leave finish what they run"
+        )
+        streams += [pool.submit(stream, client, 60, gap_s=0.01) for _ in range(16)]
+        assert {tuple(future.result()) for future in streams} == {(*(f"t{n}" for n in range(60)), "data: [DONE]")}
+    assert {engine["pid"] for engine in app.info("Engine")} < before
+    put(scaled(deployed(), "life", 3))
 
 
 def test_replicas_follow_the_load_in_tokens_and_leave_only_when_they_have_finished(serve_url: str) -> None:
