@@ -301,7 +301,7 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where it scales by load: what is left to compute here."""
-        return {AUTOSCALING_METRIC: float(sum(remaining_tokens(self._report).values()))}
+        return {AUTOSCALING_METRIC: float(self._calls.num_remaining_tokens)}
 
     # --- questions to every replica ---------------------------------------------------------------------------------
 

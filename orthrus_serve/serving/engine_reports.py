@@ -105,6 +105,11 @@ class OpenCalls:
             if call.noted and not is_young:
                 call.remaining = remaining_tokens(known, call.expected_output)
 
+    @property
+    def num_remaining_tokens(self) -> int:
+        """What is left of all of them together."""
+        return sum(call.remaining for call in self._calls.values())
+
     def by_front(self) -> Calls:
         """What is left of every call."""
         calls: Calls = {}
