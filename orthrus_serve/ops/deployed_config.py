@@ -153,8 +153,12 @@ def target(wanted: Wanted, deployed: Deployed) -> Topology:
     return topology_of(deployed.args, live_spec(wanted))
 
 
-def behind(page: Mapping[str, Any], topology: Topology) -> list[str]:
-    """Who does not follow `topology` yet by the `/status` page, one sentence each; empty when all do."""
+def behind(page: Mapping[str, Any], topology: Topology, before: Mapping[str, Any]) -> list[str]:
+    """Who does not follow `topology` yet by the `/status` page, one sentence each; empty when all do.
+
+    `before` is the page before the change: Serve lists a replica no more while it hands it a new configuration, so there must
+    be as many as there were.
+    """
     split = topology.split
     front_has = {
         "topology": topology.name,
@@ -169,7 +173,18 @@ def behind(page: Mapping[str, Any], topology: Topology) -> list[str]:
             lines.append(_sentence("engine", engine["replica"], engine))
     if page["num_fronts_silent"]:
         lines.append(f"{page['num_fronts_silent']} Fronts do not answer")
+    for noun, missing in (
+        ("Front", _num_missing(before, page, "fronts")),
+        ("engine", _num_missing(before, page, "engines")),
+    ):
+        if missing > 0:
+            lines.append(f"{noun}: {missing} less than before; being reconfigured, or gone")
     return lines
+
+
+def _num_missing(before: Mapping[str, Any], page: Mapping[str, Any], key: str) -> int:
+    listed_before, listed = (sum(one.get("listed", True) for one in of[key]) for of in (before, page))
+    return listed_before - listed
 
 
 def refusals(page: Mapping[str, Any]) -> set[tuple[str, str]]:

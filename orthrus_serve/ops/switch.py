@@ -59,7 +59,7 @@ def switch(
     topology = target(wanted, deployed)
     began_s = time.monotonic()
     api.deploy(switched(details, deployed.name, wanted))
-    page = _until_followed(url, topology, refusals(before), timeout_s)
+    page = _until_followed(url, topology, before, timeout_s)
     took_s = time.monotonic() - began_s
     for line in report_lines(before, page, topology, deployed, took_s):
         say(line)
@@ -110,17 +110,15 @@ def report_lines(
     return lines
 
 
-def _until_followed(
-    url: str, topology: Topology, refused_before: set[tuple[str, str]], timeout_s: float
-) -> dict[str, Any]:
+def _until_followed(url: str, topology: Topology, before: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     deadline_s = time.monotonic() + timeout_s
     while True:
         page = status_page(url)
-        waiting = behind(page, topology)
+        waiting = behind(page, topology, before)
         if not waiting:
             return page
         # A refusal that was there before may be that of an earlier change.
-        if refusals(page) - refused_before:
+        if refusals(page) - refusals(before):
             raise SwitchError("\n".join(sorted(waiting)))
         if time.monotonic() > deadline_s:
             raise SwitchError("\n".join([f"not all followed within {timeout_s:g} s:", *sorted(waiting)]))

@@ -7,7 +7,7 @@ Life of a charge:   charge ──▶ move* ──▶ correct* ──▶ settle
                        └───────────┴──────────┴──────▶ forgotten with its dead replica (a later settle finds nothing)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orthrus_serve.types import ReplicaId, RequestId
@@ -91,6 +91,13 @@ class TokenLoadLedger:
             self._num_own_tokens -= self._charges.pop(request_id).num_tokens
         for measure in (self.remaining_tokens, self.in_flight_tokens, self.open_requests):
             measure.pop(replica_id, None)
+
+    def forget_absent(self, replica_ids: Collection[ReplicaId]) -> None:
+        """Drop what is known of replicas that are not among these and have no request of ours. What is open on an absent one
+        ends by itself, and is settled then: the replica may be back before."""
+        absent = [one for one, known in self._known.items() if one not in replica_ids and not known.requests]
+        for replica_id in absent:
+            self.forget(replica_id)
 
     def correct(
         self,

@@ -19,7 +19,8 @@ def live_status(
     """The page as one JSON-able mapping.
 
     Args:
-        own: `Front.info()` of the Front that answers; its `replicas` are the engine replicas that Serve calls running.
+        own: `Front.info()` of the Front that answers; its `replicas` are the engine replicas that Serve calls running, and its
+            `quarantined` those that it sends nothing.
         front_answers: `Front.info()` of all, or the exception of one that did not answer.
         engine_answers: `EngineReplica.info()` of all, or exceptions.
         serving: which replicas serve a kind, as the Front that answers routes.
@@ -27,28 +28,33 @@ def live_status(
     fronts = [answer for answer in front_answers if isinstance(answer, Mapping)]
     engines = {str(answer["replica"]): answer for answer in engine_answers if isinstance(answer, Mapping)}
     running = [ReplicaId(replica) for replica in own["replicas"]]
-    kinds = {replica: [kind for kind in KINDS if replica in serving(kind, running)] for replica in running}
+    well = [replica for replica in running if replica not in own["quarantined"]] or running
+    kinds = {replica: [kind for kind in KINDS if replica in serving(kind, well)] for replica in running}
     return {
         **{key: own[key] for key in ("topology", "rule", "dedicated")},
         "fronts": [{key: value for key, value in front.items() if key != "replicas"} for front in fronts],
         "num_fronts_silent": len(front_answers) - len(fronts),
         "engines": [
-            _engine(replica, kinds.get(ReplicaId(replica), []), engines) for replica in sorted({*running, *engines})
+            {
+                "replica": replica,
+                "listed": replica in running,
+                "quarantined": own["quarantined"].get(replica),
+                "kinds": kinds.get(ReplicaId(replica), []),
+                **_engine(engines.get(replica)),
+            }
+            for replica in sorted({*running, *engines})
         ],
     }
 
 
-def _engine(replica: str, kinds: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    answer = answers.get(replica)
+def _engine(answer: Mapping[str, Any] | None) -> dict[str, Any]:
     if answer is None:
-        return {"replica": replica, "answered": False, "kinds": kinds}
+        return {"answered": False}
     settings, report = answer["settings"], answer["report"]
     return {
-        "replica": replica,
         "answered": True,
         "topology": answer["topology"],
         "policy": report.get("policy"),
-        "kinds": kinds,
         "settings": settings["applied"],
         "refused": settings["refused"],
         "open": answer["open"],

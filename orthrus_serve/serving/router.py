@@ -70,7 +70,6 @@ class RemainingTokenRouter(RequestRouter):
 
     @override
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        # Serve's list leaves out replicas that stop or failed their health check, with or without a death report before.
         super().update_replicas(replicas)
         self._state.set_running([ReplicaId(replica.replica_id.unique_id) for replica in replicas])
 

@@ -104,11 +104,17 @@ class RouterState:
         self.ledger.settle(_charge_id(request_id, replica_id))
 
     def set_running(self, replica_ids: Collection[ReplicaId]) -> None:
-        """These replicas run now; the others are gone. Called on the router's event loop: reports are brought there."""
+        """Serve's list of running replicas changed. It leaves out those that stop or failed their health check, and for a moment
+        those that it is reconfiguring, which work on: so what is charged to an absent one stays until it ends.
+
+        Called on the router's event loop: reports are brought there.
+        """
         self.loop = asyncio.get_running_loop()
-        for gone in set(self.replicas).difference(replica_ids):
-            self.forget(gone)
         self.replicas = tuple(replica_ids)
+        self.ledger.forget_absent(replica_ids)
+        for memory in (self.last_turns, self.report_numbers):
+            for gone in [replica for replica in memory if replica not in replica_ids]:
+                del memory[gone]
 
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone."""

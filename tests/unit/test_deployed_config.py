@@ -172,6 +172,16 @@ def page(**changes: Any) -> dict[str, Any]:
     }
 
 
+def test_a_replica_that_serve_does_not_list_right_now_is_waited_for():
+    topology = target(Wanted("dedicated", split=Split(1, 3)), find_application(details(OURS)))
+    before, now = page(), {**page(engine={"listed": False}), "fronts": []}
+    assert [line.split(";")[0] for line in behind(now, topology, before)] == [
+        "Front: 1 less than before",
+        "engine: 1 less than before",
+    ]
+    assert behind(before, topology, now) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -189,7 +199,7 @@ def page(**changes: Any) -> dict[str, Any]:
 )
 def test_whoever_does_not_follow_is_named(changes, expected):
     topology = target(Wanted("dedicated", split=Split(1, 3)), find_application(details(OURS)))
-    assert behind(page(**changes), topology) == expected
+    assert behind(page(**changes), topology, page()) == expected
 
 
 def test_refusals_name_who_and_why():

@@ -9,7 +9,7 @@ from orthrus_serve.types import ReplicaId
 
 FRONT: dict[str, Any] = {
     "front": "f1", "topology": "dedicated", "rule": "round_robin", "dedicated": {"embed": 1, "generate": 2},
-    "refused": None, "replicas": ["a", "b", "c"], "routed": 7, "open": 1, "tokens": 30,
+    "refused": None, "replicas": ["a", "b", "c"], "quarantined": {}, "routed": 7, "open": 1, "tokens": 30,
 }  # fmt: skip
 
 
@@ -31,11 +31,18 @@ def test_roles_policies_and_refusals_are_told_by_replica():
     assert (a["kinds"], b["kinds"], c["kinds"]) == (["embed"], ["generate"], ["generate"])
     assert (a["answered"], a["policy"], a["refused"], a["totals"]) == (True, "hetero_fcfs", None, {"steps": 9})
     assert b["refused"] == "no such policy"
-    assert c == {"replica": "c", "answered": False, "kinds": ["generate"]}
+    assert c == {"replica": "c", "listed": True, "quarantined": None, "kinds": ["generate"], "answered": False}
 
 
 def test_an_engine_that_answers_and_is_not_listed_yet_serves_nothing():
     state = RouterState()
     page = live_status({**FRONT, "replicas": []}, [], [engine("new")], state.serving)
-    assert page["engines"][0]["kinds"] == []
+    assert (page["engines"][0]["kinds"], page["engines"][0]["listed"]) == ([], False)
     assert state.serving("embed", [ReplicaId("x")]) == [ReplicaId("x")]
+
+
+def test_a_quarantined_replica_serves_nothing_and_its_role_is_another_s():
+    state = RouterState(split=Split(1, 2))
+    page = live_status({**FRONT, "quarantined": {"a": "its core is stalled"}}, [], [], state.serving)
+    assert [engine["kinds"] for engine in page["engines"]] == [[], ["embed"], ["generate"]]
+    assert page["engines"][0]["quarantined"] == "its core is stalled"

@@ -103,6 +103,18 @@ def test_a_dead_replica_is_forgotten_and_a_late_end_finds_nothing() -> None:
     assert (state.ledger.num_open, state.ledger.load(A)) == (0, 0)
 
 
+async def test_a_replica_that_serve_lists_no_more_for_a_moment_keeps_what_is_charged_to_it() -> None:
+    state = RouterState()
+    choose(state, "1", [A], charge=50)
+    state.ledger.correct(B, {}, num_other_tokens=7)
+    state.set_running([])
+    assert (state.replicas, state.ledger.load(A), state.ledger.load(B), state.last_turns) == ((), 50, 0, {})
+    state.set_running([A, B])
+    assert choose(state, "2", [A, B], charge=1) == B
+    state.settle("1", A)
+    assert state.ledger.load(A) == 0
+
+
 def test_router_and_metrics_of_one_process_share_one_state() -> None:
     assert state_of("app/Engine") is state_of("app/Engine")
     assert state_of("app/Engine") is not state_of("other/Engine")
