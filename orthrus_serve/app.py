@@ -1,9 +1,10 @@
 """Composition root: from the `args` of a Serve file to bound deployments. `import_path: orthrus_serve.app:build`.
 
 Decides what Serve must know about each deployment. Leaves out everything that happens at run time, and vLLM, which only the
-engine replicas load. No `from __future__ import annotations` here: Serve reads the builder's annotation to parse `args`.
+engine replicas load.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -11,6 +12,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from orthrus_serve.config.environment import replica_environment
+from orthrus_serve.config.load import parse_args
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.policy.topology import Topology
@@ -32,13 +34,16 @@ HEALTH_CHECK_PERIOD_S = 5.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
 
 
-def build(args: AppArgs) -> Application:
-    """The application for `args`. Serve parses them: an unknown key stops the start.
+def build(args: Mapping[str, Any]) -> Application:
+    """The application for the `args` of a Serve file.
+
+    Not annotated with the model itself: Serve would parse `args` leniently then, and take `"2"` for a number.
 
     Raises:
+        ConfigError: `args` are wrong; one line per problem.
         UnsupportedVersionError: another Ray than the one that the router is written for.
     """
-    return compose(args, start_engine)
+    return compose(parse_args(args, ("args",)), start_engine)
 
 
 def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_WAIT_S) -> Application:

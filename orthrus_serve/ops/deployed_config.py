@@ -101,7 +101,11 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
 
 
 def switched(details: Mapping[str, Any], name: str, wanted: Wanted) -> dict[str, Any]:
-    """The configuration to put (Ray's `ServeDeploySchema`): as deployed, with the `user_config` that brings `wanted` about."""
+    """The configuration to put (Ray's `ServeDeploySchema`): as deployed, with the `user_config` that brings `wanted` about.
+
+    Raises:
+        ConfigError: Serve would restart the replicas.
+    """
     config = deploy_config(details)
     application = _application(config, name)
     engine = _deployment(application, "Engine")
@@ -232,7 +236,20 @@ def _url(details: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _application(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The application of that name, to be changed.
+
+    Raises:
+        ConfigError: Serve would restart its replicas.
+    """
     (application,) = [one for one in config["applications"] if one.get("name", "default") == name]
+    listed = {deployment.get("name") for deployment in application.get("deployments", [])}
+    if application.get("runtime_env") and not {"Engine", "Front"} <= listed:
+        # Serve 2.60 gives an application's runtime_env only to deployments that are listed: listing one now would change what
+        # its replicas were started with.
+        raise ConfigError(
+            f"application {name!r} has a runtime_env and does not list both its deployments: Serve would restart the replicas. "
+            "Start it from a file with `deployments: [{name: Front}, {name: Engine}]` beside runtime_env"
+        )
     return application
 
 

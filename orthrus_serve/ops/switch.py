@@ -26,6 +26,8 @@ from orthrus_serve.policy.topology import Topology
 
 POLL_EVERY_S = 0.02
 PAGE_TIMEOUT_S = 10.0
+# Serve changes the replicas a few at a time, tenths of a second apart.
+REFUSAL_HOLDS_S = 2.0
 
 
 class SwitchError(OrthrusError):
@@ -111,15 +113,18 @@ def report_lines(
 
 
 def _until_followed(url: str, topology: Topology, before: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
+    not_refused_s = began_s  # when somebody was behind for another reason than a refusal, last
     while True:
-        page = status_page(url)
+        page, now_s = status_page(url), time.monotonic()
         waiting = behind(page, topology, before)
         if not waiting:
             return page
-        # A refusal that was there before may be that of an earlier change.
-        if refusals(page) - refusals(before):
+        if len(waiting) > len(refusals(page)):
+            not_refused_s = now_s
+        # A refusal may also be that of an earlier change, of a replica whose turn has not come.
+        if now_s - not_refused_s > REFUSAL_HOLDS_S:
             raise SwitchError("\n".join(sorted(waiting)))
-        if time.monotonic() > deadline_s:
+        if now_s - began_s > timeout_s:
             raise SwitchError("\n".join([f"not all followed within {timeout_s:g} s:", *sorted(waiting)]))
         time.sleep(POLL_EVERY_S)

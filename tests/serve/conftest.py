@@ -149,5 +149,5 @@ def real(serve_url: str, tiny: Any) -> App:
             "kv_cache_memory_bytes": 64 * 2**20,
         },
     }
-    serve.run(build(AppArgs.model_validate(args)), name="real", route_prefix="/real")
+    serve.run(build(args), name="real", route_prefix="/real")
     return App("real", f"{serve_url}/real")

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from orthrus_serve.app import compose
+from orthrus_serve.config.load import parse_args
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.serving.engine_replica import RunningEngine
 
@@ -214,6 +215,6 @@ async def never_start(args: AppArgs) -> RunningEngine:
     raise AssertionError("this is a bug in asyncio")
 
 
-def build_fake(args: AppArgs) -> Application:
-    """The builder of an application with fake engines, as a Serve file names it."""
-    return compose(args, start_fake)
+def build_fake(args: dict[str, Any]) -> Application:
+    """A builder as a Serve file names it, over fake engines."""
+    return compose(parse_args(args), start_fake)

@@ -36,6 +36,7 @@ LIFE = {
     "import_path": "tests.serve.fakes:build_fake",
     "args": ARGS,
     "runtime_env": {"env_vars": {"PYTHONPATH": str(REPOSITORY)}},
+    "deployments": [{"name": "Front"}, {"name": "Engine"}],
 }
 
 

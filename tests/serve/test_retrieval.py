@@ -10,7 +10,6 @@ import torch
 from ray import serve
 
 from orthrus_serve.app import build
-from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.model import fetch
 from orthrus_serve.model.reference_embedder import ReferenceEmbedder
 from orthrus_serve.model.retrieval_eval import evaluate
@@ -27,19 +26,17 @@ MODEL, ADAPTER = DEMO / "smollm2-135m-instruct", DEMO / "orthrus-embed"
 def demo(serve_url: str, eval_data: Path) -> Iterator[App]:
     """One replica with the demo model and the adapter that ships, in float32, so that no ranking hangs on a rounding."""
     assert fetch.main([]) == 0
-    args = AppArgs.model_validate(
-        {
-            "topology": "orthrus",
-            "model": {"path": str(MODEL)},
-            "adapters": {"orthrus-embed": {"path": str(ADAPTER)}},
-            "num_gpus_per_replica": 0,
-            "num_cpus_per_replica": 1,
-            "vllm": {
-                "dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 512,
-                "kv_cache_memory_bytes": 512 * 2**20,
-            },
-        }
-    )  # fmt: skip
+    args = {
+        "topology": "orthrus",
+        "model": {"path": str(MODEL)},
+        "adapters": {"orthrus-embed": {"path": str(ADAPTER)}},
+        "num_gpus_per_replica": 0,
+        "num_cpus_per_replica": 1,
+        "vllm": {
+            "dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 512,
+            "kv_cache_memory_bytes": 512 * 2**20,
+        },
+    }  # fmt: skip
     serve.run(build(args), name="demo", route_prefix="/demo")
     yield App("demo", f"{serve_url}/demo")
     serve.delete("demo")

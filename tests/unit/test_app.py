@@ -1,13 +1,15 @@
 """What Serve is told about each deployment, and what stops the start."""
 
+import re
 from typing import Any
 
 import pytest
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from orthrus_serve.app import GRACEFUL_SHUTDOWN_S, build
 from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.errors import UnsupportedVersionError
+from orthrus_serve.errors import ConfigError, UnsupportedVersionError
 from orthrus_serve.serving import ray_compat
 
 ARGS: dict[str, Any] = {
@@ -20,7 +22,7 @@ ARGS: dict[str, Any] = {
 
 
 def deployments(**changes: Any) -> tuple[Any, Any]:
-    application: Any = build(AppArgs.model_validate({**ARGS, **changes}))
+    application: Any = build({**ARGS, **changes})
     front = application._bound_deployment
     return front, front.init_args[1]._bound_deployment
 
@@ -54,6 +56,15 @@ def test_replicas_get_the_switches_of_their_device(gpus: float, v2: str, dynamo:
     assert switches == replica_environment(AppArgs.model_validate({**ARGS, "num_gpus_per_replica": gpus}))
     assert (switches["VLLM_USE_V2_MODEL_RUNNER"], switches.get("TORCHDYNAMO_DISABLE")) == (v2, dynamo)
     assert switches["HF_HUB_OFFLINE"] == switches["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize(("changes", "reason"), [({"num_replicas": "2"}, "a whole number, got the text '2'"),
+                                                 ({"num_replicas": True}, "got true"), ({"vlm": {}}, "did you mean 'vllm'?"),
+                                                 ({"vllm": {"model": "x"}}, "write model.path")])  # fmt: skip
+def test_the_builder_that_serve_calls_takes_types_at_their_word(changes: dict[str, Any], reason: str) -> None:
+    # As Serve calls it: Serve would parse leniently by itself if the builder named a model of its own.
+    with pytest.raises(ConfigError, match=rf"^args\..*{re.escape(reason)}"):
+        call_user_app_builder_with_args_if_necessary(build, {**ARGS, **changes})
 
 
 def test_the_installed_ray_is_the_one_that_the_router_is_written_for() -> None:

@@ -28,7 +28,7 @@ ARGS: dict[str, Any] = {
     "adapters": {"e": {"path": "/a"}},
 }
 OURS: dict[str, Any] = {
-    "name": "ours", "route_prefix": "/", "import_path": "orthrus_serve.app:build", "args": ARGS, "runtime_env": {"a": 1},
+    "name": "ours", "route_prefix": "/", "import_path": "orthrus_serve.app:build", "args": ARGS,
     "deployments": [{"name": "Engine", "health_check_period_s": 3, "user_config": {"policy": "orthrus", "min_share": 0.2}}],
 }  # fmt: skip
 THEIRS = {"name": "theirs", "route_prefix": "/theirs", "import_path": "their.app:make"}
@@ -95,6 +95,15 @@ def test_an_application_without_a_list_of_deployments_gets_one():
         "name": "Engine",
         "user_config": {"topology": "unified_homo", "policy": "unified_homo"},
     }
+
+
+def test_a_change_that_would_restart_replicas_is_refused_with_the_way_out():
+    with_environment = {**OURS, "runtime_env": {"env_vars": {"A": "1"}}}
+    with pytest.raises(ConfigError, match=r"restart the replicas.*deployments: \[\{name: Front\}, \{name: Engine\}\]"):
+        switched(details(with_environment), "ours", Wanted("unified_homo"))
+    listed = {**with_environment, "deployments": [{"name": "Front"}, {"name": "Engine"}]}
+    config = switched(details(listed), "ours", Wanted("unified_homo"))
+    assert config["applications"][0]["runtime_env"] == {"env_vars": {"A": "1"}}
 
 
 def test_the_application_is_found_and_its_address_is_what_serve_says():
