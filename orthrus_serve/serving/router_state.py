@@ -104,8 +104,8 @@ class RouterState:
         self.ledger.settle(_charge_id(request_id, replica_id))
 
     def set_running(self, replica_ids: Collection[ReplicaId]) -> None:
-        """Serve's list of running replicas changed. It leaves out those that stop or failed their health check, and for a moment
-        those that it is reconfiguring, which work on: so what is charged to an absent one stays until it ends.
+        """Serve's list of running replicas changed. It leaves out those that stop or failed their health check and, for some
+        tenths of a second, those that it is reconfiguring, which work on: what is charged to an absent one stays until it ends.
 
         Called on the router's event loop: reports are brought there.
         """
