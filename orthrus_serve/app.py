@@ -51,7 +51,7 @@ def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_W
     check_ray()
     topology = topology_of(args)
     engines = _engine_deployment(args, topology, {"replica_wait_s": replica_wait_s}).bind(args, start)
-    return _front_deployment(args, topology).bind(args, engines)
+    return _front_deployment(args, topology).bind(args, engines, topology.num_fronts)
 
 
 def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any]) -> serve.Deployment:

@@ -24,7 +24,7 @@ from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.asgi_io import with_length
 from orthrus_serve.serving.autoscaling import METRIC as AUTOSCALING_METRIC
 from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
-from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender
+from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender, done_by
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.request_check import check_request
@@ -148,11 +148,12 @@ class EngineReplica:
         limits = PulseLimits(args.health.stall_s, args.health.replace_after_s)
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
         self._calls = OpenCalls()
-        self._sender = ReportSender(
-            lambda: ReplicaReport(self._replica_id, self._calls.by_front()), ray_compat.tell_fronts(TOLD_WITHIN_S)
-        )
+        self._sender = ReportSender(self._own_report, ray_compat.tell_fronts(TOLD_WITHIN_S))
         running = (self._watch_core(), self._sender.run(), self._pulse.run(), self._leave_when_stalled())
         self._tasks = [asyncio.create_task(task) for task in running]
+
+    def _own_report(self) -> ReplicaReport:
+        return ReplicaReport(self._replica_id, self._calls.by_front(), done_by(self._report.get("totals", {})))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from orthrus_serve.policy.remaining import Progress, remaining_tokens
+from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
@@ -32,11 +33,13 @@ class ReplicaReport:
 
     Attributes:
         calls: remaining tokens of every call open there, by the Front that it came from and the id of its request.
+        done: what its engine has computed since it started.
         number: grows with every message of that replica: an old one may arrive late.
     """
 
     replica: str
     calls: Calls
+    done: Done = field(default_factory=Done)
     number: int = 0
 
     def own(self, front: str) -> Mapping[str, int]:
@@ -163,3 +166,13 @@ class ReportSender:
                     arrived, gap_s = None, self._retry_gap_s
                     self._news.set()
             await asyncio.sleep(gap_s)
+
+
+def done_by(totals: Mapping[str, float]) -> Done:
+    """What an engine has done, from the totals of its core's report; zero where it does not say."""
+    generated = totals.get("prefill_tokens", 0) + totals.get("decode_tokens", 0)
+    return Done(
+        {"generate": int(generated), "embed": int(totals.get("embed_tokens", 0))},
+        int(totals.get("steps", 0)),
+        float(totals.get("busy_s", 0.0)),
+    )

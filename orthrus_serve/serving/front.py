@@ -8,7 +8,7 @@ knows vocabulary and lengths), the choice of a replica (`router.py`), and all to
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.quarantine import QuarantineRules
+from orthrus_serve.serving.admission import Door, TurnedAwayError
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
 from orthrus_serve.serving.engine_reports import ReplicaReport
@@ -78,6 +79,7 @@ class FrontApp:
         estimator: ChargeEstimator,
         metrics: FrontMetrics,
         pages: StatusPages,
+        door: Door | None = None,
     ) -> None:
         self._pool = pool
         self._keeper = keeper
@@ -85,6 +87,7 @@ class FrontApp:
         self._estimator = estimator
         self._metrics = metrics
         self._pages = pages
+        self._door = door
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One ASGI connection."""
@@ -119,6 +122,8 @@ class FrontApp:
             send.has_left = True
         except MethodNotAllowedError as error:
             await send_error(send, error, [(b"allow", error.allow.encode())])
+        except TurnedAwayError as error:
+            await send_error(send, error, error.headers)
         except RequestError as error:
             retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if error.status == 503 else []
             await send_error(send, error, retry)
@@ -136,7 +141,7 @@ class FrontApp:
             body = await read_body(receive, headers, self._limits.max_body_bytes)
             forwarded = _forwarded_headers(headers, len(body))
             request = TunnelRequest(scope["method"], path, scope["query_string"], forwarded, body)
-            if not await _before_client_leaves(self._answer(request, send), receive):
+            if not await _before_client_leaves(self._admit_and_answer(request, headers, send), receive):
                 raise ClientLeftError
         elif target is Target.HEALTH:
             await send_whole(send, *await self._pages.health())
@@ -146,6 +151,17 @@ class FrontApp:
             await send_whole(send, *await self._pages.status())
         else:
             await send_whole(send, *self._pages.version())
+
+    async def _admit_and_answer(self, request: TunnelRequest, headers: list[Header], send: "_WatchedSend") -> None:
+        visit = self._door.enter(request, headers) if self._door is not None else None
+        if visit is None:
+            await self._answer(request, send)
+            return
+        send.tap = visit.saw
+        try:
+            await self._answer(request, send)  # charged before anything is awaited
+        finally:
+            visit.leave()
 
     async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
         shape = shape_of_request(request.path, request.body)
@@ -250,10 +266,13 @@ class _WatchedSend:
         self.status: int | None = None
         self.is_cut = False
         self.has_left = False
+        self.tap: Callable[[Message], Message] | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+        if self.tap is not None:
+            message = self.tap(message)
         await self._send(message)
 
 
@@ -300,7 +319,7 @@ def _forwarded_headers(headers: list[Header], num_body_bytes: int) -> list[Heade
 class Front:
     """The Serve deployment class: wires a Front's parts together, once Serve has given it a handle to the engines."""
 
-    def __init__(self, args: AppArgs, engines: DeploymentHandle[Any]) -> None:
+    def __init__(self, args: AppArgs, engines: DeploymentHandle[Any], num_fronts: int = 1) -> None:
         self._id = serve.get_replica_context().replica_id.unique_id
         pool = EnginePool(engines, self._id)
         self._load = pool.state
@@ -311,13 +330,18 @@ class Front:
         metrics = FrontMetrics(lambda: self._live.topology)
         parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
         max_prompt = args.vllm.get("max_model_len")
+        estimator = ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None)
+        self._door: Door | None = None
+        if args.admission is not None:
+            self._door = Door(args.admission, num_fronts, self._load, estimator, metrics)
         self._app = FrontApp(
             pool,
             self._keeper,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
-            ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None),
+            estimator,
             metrics,
             StatusPages([pool], installed_versions(), self._id, metrics.text, parts),
+            self._door,
         )
 
     async def __serve_build_asgi_app__(self) -> FrontApp:
@@ -332,6 +356,8 @@ class Front:
     async def take_report(self, report: ReplicaReport) -> None:
         """Called by the engine replicas, several times a second while they have work."""
         self._load.take_report(self._id, report)
+        if self._door is not None:
+            self._door.take_report(report)
 
     async def info(self) -> dict[str, Any]:
         """What this Front goes by, what it has open, and the remaining tokens that it counts for it. JSON-able.

@@ -17,7 +17,7 @@ from typing_extensions import override
 from orthrus_serve.policy.step_plan import LANES, Lane
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry import catalog
-from orthrus_serve.telemetry.catalog import LABEL_VALUES, Metric, Outcome
+from orthrus_serve.telemetry.catalog import LABEL_VALUES, GoalName, GoalResult, Metric, Outcome, Refusal
 from orthrus_serve.types import RequestKind, TopologyName
 
 
@@ -39,6 +39,9 @@ class FrontMetrics:
         self._ended = Counter(ended.name, ended.help, ended.labels, registry=self._registry)
         self._took = Histogram(took.name, took.help, took.labels, registry=self._registry, buckets=took.buckets)
         self._open = Gauge(open_now.name, open_now.help, open_now.labels, registry=self._registry)
+        refusals, goals = catalog.REFUSALS, catalog.GOALS
+        self._refusals = Counter(refusals.name, refusals.help, refusals.labels, registry=self._registry)
+        self._goals = Counter(goals.name, goals.help, goals.labels, registry=self._registry)
 
     def began(self, kind: RequestKind) -> Began:
         """A request arrived. Returns what is to be given to `ended`."""
@@ -51,6 +54,14 @@ class FrontMetrics:
         self._open.labels(began.topology, kind).dec()
         self._ended.labels(began.topology, kind, outcome).inc()
         self._took.labels(began.topology, kind).observe(time.monotonic() - began.at_s)
+
+    def refused(self, kind: RequestKind, reason: Refusal) -> None:
+        """A request was not let in."""
+        self._refusals.labels(kind, reason).inc()
+
+    def goal(self, kind: RequestKind, goal: GoalName, result: GoalResult) -> None:
+        """An admitted request that had a goal reached it, or is late."""
+        self._goals.labels(kind, goal, result).inc()
 
     def text(self) -> str:
         """Everything counted so far, as Prometheus text."""

@@ -95,6 +95,7 @@ class _RayCall:
             raise
 
     def cancel(self) -> None:
+        self._state.coming.pop(self._call_id, None)
         self._state.chosen.pop(self._call_id, None)
         if not self._is_ended:  # Serve would raise the error that ended the call once more
             self._stream.cancel()
@@ -138,6 +139,7 @@ class EnginePool:
     ) -> OpenCall:
         """One handle call. The router reads its named arguments: see `policy/routed_request.py`."""
         call_id = uuid.uuid4().hex
+        self.state.coming[call_id] = charge
         stream: Any = self._stream.asgi.remote(
             request.method,
             request.path,

@@ -28,6 +28,21 @@ class NoReplicaError(OrthrusError):
     """No replica of the deployment came up within the time that a request waits for one, or not the one that it may go to."""
 
 
+@dataclass(frozen=True)
+class Likely:
+    """The replica that a request would be given now, and what is ahead of it there.
+
+    Attributes:
+        num_tokens: remaining tokens of all requests there, and its share of those that are not placed yet.
+        num_candidates: how many replicas serve the kind.
+    """
+
+    replica_id: ReplicaId
+    num_tokens: int
+    num_open: int
+    num_candidates: int
+
+
 @dataclass
 class RouterState:
     """The ledger of one deployment, and what its rule needs besides.
@@ -40,6 +55,7 @@ class RouterState:
         replicas: those that Serve last listed as running, without any that died since.
         quarantined: replicas that are alive but cannot serve, and why.
         chosen: the replica of each open call that somebody will ask about.
+        coming: charges of calls that were opened and not placed yet. The Front's thread adds, the router's takes away.
         loop: where the router chooses; what it reads changes only there.
     """
 
@@ -54,6 +70,7 @@ class RouterState:
     chosen: OrderedDict[str, ReplicaId] = field(default_factory=OrderedDict)
     report_numbers: dict[ReplicaId, int] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
+    coming: dict[str, int] = field(default_factory=dict)
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -67,10 +84,27 @@ class RouterState:
         self.last_turns[chosen] = self.num_routed
         self.ledger.charge(_charge_id(routed.request_id, chosen), chosen, routed.charge)
         if routed.call_id is not None:
+            self.coming.pop(routed.call_id, None)
             self.chosen[routed.call_id] = chosen
             if len(self.chosen) > MAX_CHOSEN:
                 self.chosen.popitem(last=False)
         return chosen
+
+    def likely(self, kind: RequestKind) -> Likely | None:
+        """Who would be chosen now; charges nobody. None while no replica is known. May be called on any thread: it reads
+        loads one by one, while they may change."""
+        replicas = self.replicas
+        if not replicas:
+            return None
+        candidates = self._candidates(RoutedRequest("", kind), replicas)
+        chosen = choose_replica(self.rule, candidates, self._loads(self.rule), self.rng)
+        coming = list(self.coming.values())
+        return Likely(
+            chosen,
+            self.ledger.load(chosen) + sum(coming) // len(candidates),
+            self.ledger.open_requests.get(chosen, 0) + -(-len(coming) // len(candidates)),
+            len(candidates),
+        )
 
     def _candidates(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
         if routed.only is not None:

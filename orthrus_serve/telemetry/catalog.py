@@ -12,10 +12,16 @@ from typing import Literal, get_args
 from orthrus_serve.types import PolicyName, RequestKind, TopologyName
 
 MetricKind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["steps", "tokens", "requests", "seconds", "info"]
+Unit = Literal["steps", "tokens", "requests", "seconds", "info", "refusals", "goals"]
 
 # How a request ended: answered · refused by a 4xx · refused for lack of room · the client left · an error of ours.
 Outcome = Literal["ok", "invalid", "overloaded", "cancelled", "failed"]
+# Why a request was not let in: its key's own limit, or that its goal would not be met.
+Refusal = Literal[
+    "requests_per_minute", "tokens_per_minute", "in_flight_tokens", "saturated", "warming_up", "goal_unreachable"
+]
+GoalName = Literal["ttft", "e2e"]
+GoalResult = Literal["met", "missed"]
 # What a token of a step was for.
 StepPart = Literal["decode", "prefill", "embed"]
 
@@ -37,9 +43,12 @@ class Metric:
 # The values that each label may take; a label that is not here does not exist.
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "kind": get_args(RequestKind),
+    "goal": get_args(GoalName),
     "outcome": get_args(Outcome),
     "part": get_args(StepPart),
     "policy": get_args(PolicyName),
+    "reason": get_args(Refusal),
+    "result": get_args(GoalResult),
     "topology": get_args(TopologyName),
 }
 
@@ -95,6 +104,17 @@ IN_FLIGHT = Metric(
     "orthrus_front_in_flight_requests", "gauge", "requests", ("topology", "kind"), "Requests that a Front has open."
 )
 
+REFUSALS = Metric(
+    "orthrus_refusals_total", "counter", "refusals", ("kind", "reason"), "Requests that were not let in, by reason."
+)
+GOALS = Metric(
+    "orthrus_goals_total",
+    "counter",
+    "goals",
+    ("kind", "goal", "result"),
+    "Goals of admitted requests, by whether they were met.",
+)
+
 CATALOG: tuple[Metric, ...] = (
     STEPS,
     MIXED_STEPS,
@@ -108,4 +128,6 @@ CATALOG: tuple[Metric, ...] = (
     REQUESTS,
     REQUEST_DURATION,
     IN_FLIGHT,
+    REFUSALS,
+    GOALS,
 )

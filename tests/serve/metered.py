@@ -74,7 +74,8 @@ class MeteredEngine:
         await asyncio.sleep(gap_s)
         requests = {engine_id: self._progress(work) for engine_id, work in self.open.items()}
         computed = self.num_computed + sum(self._num_done(work) for work in self.open.values())
-        return {"policy": "orthrus", "requests": requests, "totals": {"steps": self.num_begun}, "computed": computed}
+        totals = {"steps": computed, "prefill_tokens": computed, "busy_s": computed / self.tokens_per_s}
+        return {"policy": "orthrus", "requests": requests, "totals": totals, "computed": computed}
 
     async def check_health(self) -> None:
         pass

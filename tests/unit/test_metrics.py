@@ -82,6 +82,8 @@ def test_every_metric_of_the_catalogue_is_published() -> None:
     registry.register(EngineReportCollector(seen(REPORT), lambda: REPORT))
     front = FrontMetrics(lambda: "orthrus")
     front.ended("embed", front.began("embed"), "ok")
+    front.refused("embed", "saturated")
+    front.goal("embed", "e2e", "met")
     text = generate_latest(registry).decode() + front.text()
     assert [metric.name for metric in CATALOG if f"\n{metric.name}" not in text] == []
 

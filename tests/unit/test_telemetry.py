@@ -17,6 +17,8 @@ SUFFIXES = {
     "tokens": "_tokens",
     "requests": "_requests",
     "steps": "_steps",
+    "refusals": "_refusals",
+    "goals": "_goals",
 }
 
 
