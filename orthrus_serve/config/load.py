@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from typing_extensions import override
 
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
+from orthrus_serve.config.placement import placement_problems
 from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec, Section
 from orthrus_serve.config.serve_keys import SERVE_FILE, Keys
 from orthrus_serve.config.vllm_keys import refused_vllm_keys
@@ -110,7 +111,10 @@ def parse_args(args: Mapping[str, Any], prefix: KeyPath = ()) -> AppArgs:
         parsed = AppArgs.model_validate_json(json.dumps(args), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error, AppArgs, prefix))) from error
-    _refuse(refused_vllm_keys(parsed.vllm, join((*prefix, "vllm"))))
+    _refuse(
+        refused_vllm_keys(parsed.vllm, join((*prefix, "vllm")))
+        + placement_problems(parsed.num_gpus_per_replica, parsed.vllm, f"{join(prefix)}." if prefix else "")
+    )
     return parsed
 
 

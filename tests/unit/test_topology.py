@@ -42,6 +42,16 @@ def test_dedicated_gives_one_replica_to_embeddings_unless_told_otherwise():
     assert line.endswith("8 replicas, 1 GPU each, 2 serving embed and 6 serving generate")
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", typing.get_args(TopologyName))
+def test_pools_of_every_ordinary_size_are_planned(name, num_replicas):
+    if (name, num_replicas) == ("dedicated", 1):
+        return
+    topology = expand(name, num_replicas=num_replicas)
+    assert (topology.num_gpus, topology.num_fronts) == (num_replicas, max(1, num_replicas // 2))
+    assert any(f"Engine: {num_replicas} replica" in line for line in describe(topology))
+
+
 def test_one_replica_cannot_be_dedicated():
     with pytest.raises(ConfigError, match="topology 'dedicated' needs at least 2 replicas.*there is 1"):
         expand("dedicated", num_replicas=1)
