@@ -48,7 +48,9 @@ def less_loaded_of_two(replicas: Sequence[ReplicaId], loads: Loads, rng: random.
 def longest_not_chosen(replicas: Sequence[ReplicaId], last_turns: Loads, _rng: random.Random) -> ReplicaId:
     """The replica whose last turn is longest ago; at first in order of their ids, not of the list. Each in turn, also when a
     request may go to some of them only, or one joins or leaves."""
-    return min(replicas, key=lambda replica: (last_turns.get(replica, 0), replica))
+    turns = [last_turns.get(replica, 0) for replica in replicas]
+    longest_ago = min(turns)
+    return min(replica for replica, turn in zip(replicas, turns, strict=True) if turn == longest_ago)
 
 
 RULES: Mapping[RouterRule, Rule] = {

@@ -112,8 +112,7 @@ class RouterState:
                 raise NoReplicaError(f"replica {routed.only} is not running")
             return [ReplicaId(routed.only)]
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
-        well = [replica for replica in replicas if replica not in self.quarantined] or replicas
-        usable = [replica for replica in well if replica not in routed.avoid] or well
+        usable = _without(routed.avoid, _without(self.quarantined, replicas))
         # Roles are shared among those that can serve now: where the only one of a role just failed, another takes it over, as
         # it will for everybody once Serve lists the failed one no more.
         return self.serving(routed.kind, usable)
@@ -170,6 +169,12 @@ class RouterState:
         self.report_numbers[replica_id] = report.number
         own = {_charge_id(request_id, replica_id): num_tokens for request_id, num_tokens in report.own(front).items()}
         self.ledger.correct(replica_id, own, report.num_other_tokens(front), report.num_other_open(front))
+
+
+def _without(excluded: Collection[str], replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+    if not excluded:  # nearly always; there may be many replicas
+        return replicas
+    return [replica for replica in replicas if replica not in excluded] or replicas
 
 
 def _charge_id(request_id: str, replica_id: ReplicaId) -> RequestId:

@@ -1,6 +1,6 @@
 """Compares the router's rules on four fake engines of a known speed, and measures what routing costs. A tool, not a test.
 
-Run: `python -m tests.serve.routing_rules --json FILE.json.gz` (about 12 minutes). The whole serving side is real (proxy, two
+Run: `python -m tests.serve.routing_rules --json FILE.json.gz` (about 16 minutes). The whole serving side is real (proxy, two
 Fronts and four replicas on a local Ray); an engine computes so many tokens a second, one request after the other. Requests
 arrive by a Poisson process, whatever the answers do, at 85 % of what the engines can compute. Each round plays one trace
 under every rule, switched live, in another order each round.
@@ -38,7 +38,7 @@ from tests.serve.conftest import FAKE_ARGS, App, local_serve
 from tests.serve.metered import start_metered
 
 APP, NUM_ENGINES, NUM_FRONTS = "routing-rules", 4, 2
-TOKENS_PER_S = 2000
+TOKENS_PER_S = 1000
 MAX_TOKENS = 2000  # what clients allow; how much really comes out, only the engine knows
 REPEAT_COST = 7
 
@@ -138,7 +138,8 @@ def compare(app: App, options: argparse.Namespace) -> list[dict[str, Any]]:
             before = computed(app)
             latencies = asyncio.run(play(app.url, trace))
             by_engine = {replica: tokens - before[replica] for replica, tokens in computed(app).items()}
-            blocks.append({"rule": rule, "round": number, "latency_s": latencies, "by_engine": by_engine})
+            measured = {"latency_s": latencies, "by_engine": by_engine, "load_average": os.getloadavg()[0]}
+            blocks.append({"rule": rule, "round": number, **measured})
     return blocks
 
 
@@ -267,8 +268,8 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="raw data, gzipped")
-    parser.add_argument("--seconds", type=float, default=75.0, help="of each block")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=70.0, help="of each block")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--utilisation", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
