@@ -4,7 +4,7 @@ A Front charges by estimate and cannot see its requests progress, nor those of o
 core reports the facts of each request, and the engine notes which requests belong to which tunnelled call.
 
 Guards: a call counts from its arrival to its end, once; sending neither blocks nor fails whoever has news; at most one
-message is under way, and at most one every 100 ms; the last report always arrives, unless the Front is gone.
+message is under way, at most one every 100 ms, and fewer where many replicas would keep the Fronts busy; the last report always arrives, unless the Front is gone.
 Leaves out the arithmetic (`policy/remaining.py`) and what a Front makes of it (`router_state.py`).
 """
 
@@ -20,6 +20,8 @@ from orthrus_serve.telemetry.log import event_log
 log = event_log(__name__)
 
 REPORT_GAP_S = 0.1
+# Most reports that a Front wants in a second, all replicas together: each takes about a millisecond of its CPU.
+MAX_REPORTS_PER_S = 80
 # After a message that did not arrive (no Front is up yet, or one is going).
 RETRY_GAP_S = 1.0
 
@@ -122,24 +124,27 @@ class OpenCalls:
         return calls
 
 
+def report_gap_s(num_replicas: int) -> float:
+    """How long a replica of so many waits between two reports."""
+    return max(REPORT_GAP_S, num_replicas / MAX_REPORTS_PER_S)
+
+
 class ReportSender:
     """Sends the newest report whenever there is news, without letting anybody wait for it."""
 
     def __init__(
         self,
         report: Callable[[], ReplicaReport],
-        send: Callable[[ReplicaReport], Awaitable[None]],
-        gap_s: float = REPORT_GAP_S,
+        send: Callable[[ReplicaReport], Awaitable[float]],
         retry_gap_s: float = RETRY_GAP_S,
     ) -> None:
         """
         Args:
             report: the report as of now.
-            send: raises if the report may not have arrived everywhere.
+            send: returns after how many seconds the next one is welcome; raises if this one may not have arrived everywhere.
         """
         self._report = report
         self._send = send
-        self._gap_s = gap_s
         self._retry_gap_s = retry_gap_s
         self._news = asyncio.Event()
         self.num_sent = 0
@@ -154,17 +159,18 @@ class ReportSender:
         while True:
             await self._news.wait()
             self._news.clear()
-            report, gap_s = self._report(), self._gap_s
-            if report != arrived:
-                self.num_sent += 1
-                try:
-                    await self._send(replace(report, number=self.num_sent))
-                    arrived = report
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is sent again
-                    if arrived is not None:  # the first of a row
-                        log.warning("report_not_sent", cause=repr(error)[:300])
-                    arrived, gap_s = None, self._retry_gap_s
-                    self._news.set()
+            report = self._report()
+            if report == arrived:
+                continue
+            self.num_sent += 1
+            try:
+                gap_s = await self._send(replace(report, number=self.num_sent))
+                arrived = report
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is sent again
+                if arrived is not None:  # the first of a row
+                    log.warning("report_not_sent", cause=repr(error)[:300])
+                arrived, gap_s = None, self._retry_gap_s
+                self._news.set()
             await asyncio.sleep(gap_s)
 
 

@@ -22,7 +22,7 @@ from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.admission import Door, TurnedAwayError
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
-from orthrus_serve.serving.engine_reports import ReplicaReport
+from orthrus_serve.serving.engine_reports import ReplicaReport, report_gap_s
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
@@ -327,7 +327,7 @@ class Front:
         rules = QuarantineRules(max_failures=args.health.max_failures)
         self._keeper = PoolKeeper(pool, self._load, rules, make_probes(args), args.health.probe_timeout_s)
         self._keeping: asyncio.Task[NoReturn] | None = None
-        metrics = FrontMetrics(lambda: self._live.topology)
+        metrics = FrontMetrics(lambda: self._live.topology, self._load.ledger)
         parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
         max_prompt = args.vllm.get("max_model_len")
         estimator = ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None)
@@ -353,11 +353,12 @@ class Front:
         """Changes topology, router rule and roles from the next request on. Never raises; `info` tells a refusal."""
         self._live.change(user_config)
 
-    async def take_report(self, report: ReplicaReport) -> None:
-        """Called by the engine replicas, several times a second while they have work."""
+    async def take_report(self, report: ReplicaReport) -> float:
+        """Called by the engine replicas while they have work. Returns how many seconds the next one should be apart."""
         self._load.take_report(self._id, report)
         if self._door is not None:
             self._door.take_report(report)
+        return report_gap_s(len(self._load.replicas))
 
     async def info(self) -> dict[str, Any]:
         """What this Front goes by, what it has open, and the remaining tokens that it counts for it. JSON-able.

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.step_plan import LANES, Lane
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry import catalog
@@ -32,9 +33,13 @@ class Began:
 class FrontMetrics:
     """What one Front counts of the requests it answers."""
 
-    def __init__(self, topology: Callable[[], TopologyName]) -> None:
+    def __init__(self, topology: Callable[[], TopologyName], ledger: TokenLoadLedger) -> None:
         self._topology = topology
+        self._ledger = ledger
         self._registry = CollectorRegistry()
+        charged, drift = catalog.CHARGED_TOKENS, catalog.DRIFT_TOKENS
+        self._charged = Gauge(charged.name, charged.help, charged.labels, registry=self._registry)
+        self._drift = Gauge(drift.name, drift.help, drift.labels, registry=self._registry)
         ended, took, open_now = catalog.REQUESTS, catalog.REQUEST_DURATION, catalog.IN_FLIGHT
         self._ended = Counter(ended.name, ended.help, ended.labels, registry=self._registry)
         self._took = Histogram(took.name, took.help, took.labels, registry=self._registry, buckets=took.buckets)
@@ -65,6 +70,12 @@ class FrontMetrics:
 
     def text(self) -> str:
         """Everything counted so far, as Prometheus text."""
+        for gauge, tokens in (
+            (self._charged, self._ledger.num_own_tokens),
+            (self._drift, self._ledger.num_drift_tokens),
+        ):
+            gauge.clear()  # of a topology that is in force no more
+            gauge.labels(self._topology()).set(tokens)
         return generate_latest(self._registry).decode()
 
 

@@ -102,17 +102,19 @@ async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float, 
             task.cancel()
 
 
-def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[None]]:
-    """Inside a replica: what calls `take_report` of every Front of the same application.
+def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
+    """Inside a replica: what calls `take_report` of every Front of the same application, and returns the largest answer.
 
     It raises when there is no Front, and when one fails or does not answer in time.
     """
     fronts: DeploymentHandle[Any] = DeploymentHandle("Front", serve.get_replica_context().app_name)
 
-    async def tell(report: Any) -> None:
-        failed = [told for told in await ask_all(fronts, "take_report", timeout_s, report) if told is not None]
-        if failed:
-            raise failed[0]
+    async def tell(report: Any) -> float:
+        answers = await ask_all(fronts, "take_report", timeout_s, report)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return max(answers)
 
     return tell
 

@@ -114,6 +114,20 @@ GOALS = Metric(
     ("kind", "goal", "result"),
     "Goals of admitted requests, by whether they were met.",
 )
+CHARGED_TOKENS = Metric(
+    "orthrus_front_charged_tokens",
+    "gauge",
+    "tokens",
+    ("topology",),
+    "Remaining tokens that a Front counts for the requests it has open, as the replicas' reports correct them.",
+)
+DRIFT_TOKENS = Metric(
+    "orthrus_front_drift_tokens",
+    "gauge",
+    "tokens",
+    ("topology",),
+    "By how much the last report of each replica moved what the Front had counted, up or down.",
+)
 
 CATALOG: tuple[Metric, ...] = (
     STEPS,
@@ -130,4 +144,6 @@ CATALOG: tuple[Metric, ...] = (
     IN_FLIGHT,
     REFUSALS,
     GOALS,
+    CHARGED_TOKENS,
+    DRIFT_TOKENS,
 )

@@ -24,6 +24,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
+# Before Ray is imported: its own 15 would let any other work on the machine come first.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
+
 import aiohttp
 from ray import serve
 

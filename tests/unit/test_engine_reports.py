@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orthrus_serve.policy.remaining import Progress, output_left, remaining_tokens
-from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender
+from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender, report_gap_s
 
 counts = st.integers(0, 10**6)
 
@@ -74,13 +74,14 @@ class Fronts:
         self.num_failures = num_failures
         self.now: dict[str, dict[str, int]] = {}
         self.got: list[ReplicaReport] = []
-        self.sender = ReportSender(lambda: ReplicaReport("a", self.now), self._take, gap_s=0.02, retry_gap_s=0.05)
+        self.sender = ReportSender(lambda: ReplicaReport("a", self.now), self._take, retry_gap_s=0.05)
 
-    async def _take(self, report: ReplicaReport) -> None:
+    async def _take(self, report: ReplicaReport) -> float:
         if self.num_failures:
             self.num_failures -= 1
             raise ConnectionError("no Front")
         self.got.append(report)
+        return 0.02
 
     async def until(self, num_got: int) -> None:
         async with asyncio.timeout(5):
@@ -96,6 +97,10 @@ async def running(request: pytest.FixtureRequest) -> Any:
     yield fronts
     assert not task.done()
     task.cancel()
+
+
+def test_no_front_gets_more_than_eighty_reports_a_second_from_however_many_replicas():
+    assert [report_gap_s(num) for num in (0, 1, 4, 8, 16, 800)] == [0.1, 0.1, 0.1, 0.1, 0.2, 10.0]
 
 
 async def test_only_changes_are_sent_and_many_at_once_are_one_message(running: Fronts) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.front import FrontApp, FrontLimits
 from orthrus_serve.serving.metrics_export import FrontMetrics
@@ -91,7 +92,7 @@ class Client:
     """One HTTP exchange with a Front, as an ASGI server would have it."""
 
     def __init__(self, pool: ScriptedPool, max_body_bytes: int = 1000) -> None:
-        self.metrics = FrontMetrics(lambda: "orthrus")
+        self.metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
         parts = StatusParts(own=own_info, fronts=all_fronts, serving=lambda _, replicas: replicas)
         pages = StatusPages([pool], {"version": "0"}, "front-1", self.metrics.text, parts)
         limits = FrontLimits(max_body_bytes)

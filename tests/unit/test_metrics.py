@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.serving.metrics_export import EngineReportCollector, FrontMetrics, outcome_of
 from orthrus_serve.serving.metrics_merge import merge_metrics
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry.catalog import CATALOG
-from orthrus_serve.types import TopologyName
+from orthrus_serve.types import ReplicaId, RequestId, TopologyName
 
 REPORT: dict[str, Any] = {
     "policy": "orthrus", "running": 3, "waiting": 2, "prompt_left": {"generate": 10, "embed": 70},
@@ -61,14 +62,29 @@ def test_after_a_switch_old_counts_keep_their_topology_and_new_ones_have_the_new
 
 def test_a_request_that_is_open_during_a_switch_is_counted_where_it_began() -> None:
     topology: list[TopologyName] = ["orthrus"]
-    metrics = FrontMetrics(lambda: topology[-1])
+    metrics = FrontMetrics(lambda: topology[-1], TokenLoadLedger())
     began = metrics.began("embed")
     topology.append("dedicated")
     metrics.ended("embed", began, "ok")
     lines = metrics.text().splitlines()
     assert 'orthrus_front_in_flight_requests{kind="embed",topology="orthrus"} 0.0' in lines
     assert 'orthrus_requests_total{kind="embed",outcome="ok",topology="orthrus"} 1.0' in lines
-    assert 'topology="dedicated"' not in metrics.text()
+    assert not any('topology="dedicated"' in line for line in lines if "request" in line)
+
+
+def test_what_a_front_has_charged_is_under_the_topology_in_force_only() -> None:
+    topology: list[TopologyName] = ["orthrus"]
+    ledger = TokenLoadLedger()
+    metrics = FrontMetrics(lambda: topology[-1], ledger)
+    ledger.charge(RequestId("r"), ReplicaId("a"), 100)
+    ledger.correct(ReplicaId("a"), {RequestId("r"): 30})
+    assert 'orthrus_front_charged_tokens{topology="orthrus"} 30.0' in metrics.text().splitlines()
+    topology.append("dedicated")
+    gauges = [line for line in metrics.text().splitlines() if line.startswith("orthrus_front_") and "tokens" in line]
+    assert gauges == [
+        'orthrus_front_charged_tokens{topology="dedicated"} 30.0',
+        'orthrus_front_drift_tokens{topology="dedicated"} 70.0',
+    ]
 
 
 def test_before_its_first_report_an_engine_has_no_metrics() -> None:
@@ -80,7 +96,7 @@ def test_before_its_first_report_an_engine_has_no_metrics() -> None:
 def test_every_metric_of_the_catalogue_is_published() -> None:
     registry = CollectorRegistry()
     registry.register(EngineReportCollector(seen(REPORT), lambda: REPORT))
-    front = FrontMetrics(lambda: "orthrus")
+    front = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
     front.ended("embed", front.began("embed"), "ok")
     front.refused("embed", "saturated")
     front.goal("embed", "e2e", "met")
@@ -89,7 +105,7 @@ def test_every_metric_of_the_catalogue_is_published() -> None:
 
 
 def test_merging_keeps_histograms_escapes_and_labels() -> None:
-    metrics = FrontMetrics(lambda: "orthrus")
+    metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
     metrics.ended("embed", metrics.began("embed"), "ok")
     odd = '# HELP m "a" \\\\ b\n# TYPE m gauge\nm{path="C:\\\\x\\"y\\nz",replica="own"} NaN\n'
     merged = merge_metrics({"f": metrics.text(), "r": odd})
