@@ -4,7 +4,8 @@ A Front charges by estimate and cannot see its requests progress, nor those of o
 core reports the facts of each request, and the engine notes which requests belong to which tunnelled call.
 
 Guards: a call counts from its arrival to its end, once; sending neither blocks nor fails whoever has news; at most one
-message is under way, at most one every 100 ms, and fewer where many replicas would keep the Fronts busy; the last report always arrives, unless the Front is gone.
+message is under way, at most one every 100 ms, and fewer where many replicas would keep the Fronts busy; the last report
+always arrives, unless the Front is gone.
 Leaves out the arithmetic (`policy/remaining.py`) and what a Front makes of it (`router_state.py`).
 """
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
@@ -36,9 +36,10 @@ from orthrus_serve.policy.replica_choice import RULES
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.router_state import RouterState
-from orthrus_serve.types import ReplicaId, RequestKind, RouterRule
+from orthrus_serve.types import ReplicaId, RouterRule
 from tests.serve.conftest import FAKE_ARGS, App, local_serve
 from tests.serve.metered import start_metered
+from tests.serve.virtual_routing import Arrival, EngineKind, VirtualRun, VirtualSetup
 
 APP, NUM_ENGINES, NUM_FRONTS = "routing-rules", 4, 2
 TOKENS_PER_S = 1000
@@ -46,24 +47,12 @@ MAX_TOKENS = 2000  # what clients allow; how much really comes out, only the eng
 REPEAT_COST = 7
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a trace."""
-
-    at_s: float
-    kind: RequestKind
-    num_prompt: int
-    num_output: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt + self.num_output
-
-    def http(self) -> tuple[str, dict[str, Any]]:
-        if self.kind == "embed":
-            return "/v1/embeddings", {"input": [[1] * self.num_prompt]}
-        body = {"prompt": [1] * self.num_prompt, "max_tokens": MAX_TOKENS, "fake": {"output": self.num_output}}
-        return "/v1/completions", body
+def http(arrival: Arrival) -> tuple[str, dict[str, Any]]:
+    """Path and body of that request."""
+    if arrival.kind == "embed":
+        return "/v1/embeddings", {"input": [[1] * arrival.num_prompt]}
+    body = {"prompt": [1] * arrival.num_prompt, "max_tokens": MAX_TOKENS, "fake": {"output": arrival.num_output}}
+    return "/v1/completions", body
 
 
 def make_trace(seed: int, seconds: float, utilisation: float) -> list[Arrival]:
@@ -100,7 +89,7 @@ async def play(url: str, trace: Sequence[Arrival]) -> list[float]:
     began_s = time.monotonic()
 
     async def ask(session: aiohttp.ClientSession, arrival: Arrival) -> float:
-        path, body = arrival.http()
+        path, body = http(arrival)
         await asyncio.sleep(began_s + arrival.at_s - time.monotonic())
         async with session.post(url + path, json=body) as response:
             await response.read()
@@ -157,8 +146,32 @@ def summary(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "p50_ms": round(1e3 * cuts[49]),
         "p90_ms": round(1e3 * cuts[89]),
         "p99_ms": round(1e3 * cuts[98]),
+        "p99_ms_of_each": [round(1e3 * statistics.quantiles(b["latency_s"], n=100)[98]) for b in blocks],
         "busiest_over_idlest": [round(max(of_block) / min(of_block), 3) for of_block in tokens],
     }
+
+
+def compare_virtually(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Every rule on both kinds of engine in virtual time, over many traces; by engine kind and rule."""
+    arms: list[tuple[str, RouterRule, int, bool]] = [(rule, rule, NUM_FRONTS, True) for rule in get_args(RouterRule)]
+    for num_fronts, has_reports in ((NUM_FRONTS, False), (4, True), (4, False)):
+        name = f"least_remaining_tokens, {num_fronts} Fronts, {'with' if has_reports else 'without'} reports"
+        arms.append((name, "least_remaining_tokens", num_fronts, has_reports))
+    found: dict[str, dict[str, Any]] = {}
+    for engine in get_args(EngineKind):
+        blocks: list[dict[str, Any]] = []
+        for seed in range(1000, 1000 + options.virtual_traces):
+            trace = make_trace(seed, 300.0, options.utilisation)
+            if engine == "serial":
+                blocks.append({"rule": "exact (simulated)", "latency_s": simulate_exact(trace), "by_engine": {}})
+            for name, rule, num_fronts, has_reports in arms:
+                setup = VirtualSetup(engine, NUM_ENGINES, num_fronts, TOKENS_PER_S, MAX_TOKENS, has_reports)
+                played = VirtualRun(setup, rule, seed).play(trace)
+                by_engine = dict(enumerate(played.by_engine))
+                blocks.append({"rule": name, "latency_s": played.latency_s, "by_engine": by_engine})
+        names = dict.fromkeys(block["rule"] for block in blocks)
+        found[engine] = {name: summary([block for block in blocks if block["rule"] == name]) for name in names}
+    return found
 
 
 # --- what routing costs ---------------------------------------------------------------------------------------------
@@ -274,11 +287,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=70.0, help="of each block")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--utilisation", type=float, default=0.85)
+    parser.add_argument("--virtual-traces", type=int, default=12, help="of 300 s each")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     told = conditions(options)
     cost = {rule: {n: choice_cost_us(rule, n) for n in (4, 1024)} for rule in RULES}
     costs: dict[str, Any] = {"choose_charge_settle_us": cost, "correct_by_a_report_us": correction_cost_us()}
+    virtual = compare_virtually(options)
+    sys.stdout.write(json.dumps(virtual, indent=1) + "\n")
     args = AppArgs.model_validate(
         {
             **FAKE_ARGS,
@@ -306,7 +322,14 @@ def main() -> int:
         ]
         for n in range(options.rounds)
     ]
-    raw = {"conditions": told, "costs": costs, "by_rule": by_rule, "traces": traces, "blocks": blocks}
+    raw = {
+        "conditions": told,
+        "costs": costs,
+        "virtual": virtual,
+        "by_rule": by_rule,
+        "traces": traces,
+        "blocks": blocks,
+    }
     options.json.write_bytes(gzip.compress(json.dumps(raw).encode(), mtime=0))
     sys.stdout.write(json.dumps(by_rule, indent=1) + "\n")
     return 0
