@@ -8,6 +8,7 @@ import pytest
 from orthrus_serve.config.schema import AdmissionSpec
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.serving.admission import Door, TurnedAwayError, Visit, _duration
 from orthrus_serve.serving.engine_reports import ReplicaReport, done_by
@@ -24,7 +25,7 @@ class Entrance:
     """A door to one replica that computes 1000 tokens a second."""
 
     def __init__(self, spec: dict[str, Any], is_known: bool = True) -> None:
-        self.metrics = FrontMetrics(lambda: "orthrus")
+        self.metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
         self.load = RouterState(replicas=(R1,))
         self.door = Door(AdmissionSpec.model_validate(spec), 1, self.load, ChargeEstimator(), self.metrics)
         if is_known:
