@@ -3,6 +3,8 @@
 Each platform's vLLM modules are imported inside: importing the CUDA worker on a CPU build fails, and the other way round.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -11,6 +13,18 @@ from vllm.platforms import current_platform
 from orthrus_serve.engine.runner import mixed_runner_class
 from orthrus_serve.engine.vllm_compat import CPU_HOOKS, CUDA_HOOKS, verify_hooks
 from orthrus_serve.engine.vllm_fixes import make_intermediate_tensors
+
+
+@contextmanager
+def lora_wrapper(platform: Any, name: str) -> Iterator[None]:
+    """LoRA layers ask the platform for their wrapper while the model loads; within this they are told `name`."""
+    stock = platform.__dict__["get_punica_wrapper"]
+    platform.get_punica_wrapper = classmethod(lambda _: name)
+    try:
+        yield
+    finally:
+        platform.get_punica_wrapper = stock
+
 
 if current_platform.is_cpu() or TYPE_CHECKING:
     from vllm.platforms.cpu import CpuPlatform
@@ -38,13 +52,8 @@ if current_platform.is_cpu() or TYPE_CHECKING:
 
         @override
         def load_model(self, **kwargs: Any) -> None:
-            # LoRA layers ask the platform for their wrapper while the model loads.
-            stock = CpuPlatform.__dict__["get_punica_wrapper"]
-            CpuPlatform.get_punica_wrapper = classmethod(lambda _: _GROUPED_LORA)  # pyright: ignore
-            try:
+            with lora_wrapper(CpuPlatform, _GROUPED_LORA):
                 super().load_model(**kwargs)
-            finally:
-                CpuPlatform.get_punica_wrapper = stock
             if not self.use_v2_model_runner:
                 make_intermediate_tensors(self.model_runner)
 
@@ -72,9 +81,5 @@ if current_platform.is_cuda() or TYPE_CHECKING:
         @override
         def load_model(self, **kwargs: Any) -> None:
             use_tuned_configs(current_platform.get_device_name())
-            stock = CudaPlatformBase.__dict__["get_punica_wrapper"]
-            CudaPlatformBase.get_punica_wrapper = classmethod(lambda _: _HOST_SORTED_LORA)  # pyright: ignore
-            try:
+            with lora_wrapper(CudaPlatformBase, _HOST_SORTED_LORA):
                 super().load_model(**kwargs)
-            finally:
-                CudaPlatformBase.get_punica_wrapper = stock
