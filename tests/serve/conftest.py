@@ -34,6 +34,14 @@ FAKE_ARGS: dict[str, Any] = {
     "num_cpus_per_replica": 0.1,
     "limits": {"max_body_bytes": 100_000, "max_inputs": 64},
 }
+# How a real engine serves the tiny model.
+TINY_VLLM: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 64 * 2**20,
+}
 
 
 def free_port() -> int:
@@ -141,13 +149,7 @@ def real(serve_url: str, tiny: Any) -> App:
         "num_gpus_per_replica": 0,
         "num_cpus_per_replica": 1,
         "limits": {"max_inputs": 64, "max_n": 8},
-        "vllm": {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "kv_cache_memory_bytes": 64 * 2**20,
-        },
+        "vllm": TINY_VLLM,
     }
     serve.run(build(args), name="real", route_prefix="/real")
     return App("real", f"{serve_url}/real")

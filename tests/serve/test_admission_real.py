@@ -14,7 +14,7 @@ from ray import serve
 
 from orthrus_serve.app import build
 from orthrus_serve.types import RequestKind
-from tests.serve.conftest import App
+from tests.serve.conftest import TINY_VLLM, App
 from tests.serve.overload import PATHS, Answer, goodput, play, poisson
 
 SECONDS, WARM_S = 15.0, 5.0
@@ -32,13 +32,7 @@ def guarded(serve_url: str, tiny: Any) -> Iterator[App]:
         "num_gpus_per_replica": 0,
         "num_cpus_per_replica": 1,
         "admission": {},  # goals come with the requests
-        "vllm": {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "kv_cache_memory_bytes": 64 * 2**20,
-        },
+        "vllm": TINY_VLLM,
     }
     serve.run(build(args), name="guarded-real", route_prefix="/guarded-real")
     yield App("guarded-real", f"{serve_url}/guarded-real")

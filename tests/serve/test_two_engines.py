@@ -10,7 +10,7 @@ import pytest
 from ray import serve
 
 from orthrus_serve.app import build
-from tests.serve.conftest import App
+from tests.serve.conftest import TINY_VLLM, App
 from tests.serve.test_fake_app import until
 from tests.serve.test_routing import client_of, completion, embedding, info_of
 
@@ -28,13 +28,7 @@ def two(serve_url: str, tiny: Any) -> Iterator[App]:
         "num_cpus_per_replica": 0.5,
         "front": {"num_replicas": 2, "num_cpus": 0.1},
         "limits": {"max_inputs": 64, "max_n": 8},
-        "vllm": {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "kv_cache_memory_bytes": 64 * 2**20,
-        },
+        "vllm": TINY_VLLM,
     }
     serve.run(build(args), name="two", route_prefix="/two")
     yield App("two", f"{serve_url}/two")
