@@ -209,7 +209,7 @@ def correction_cost_us(num_own: int = 100, num_other: int = 300) -> float:
     took: list[float] = []
     for number in range(1, 200):
         began_s = time.perf_counter()
-        state.follow("mine", ReplicaReport("a", {"mine": own, **others}, number))
+        state.follow("mine", ReplicaReport("a", {"mine": own, **others}, number=number))
         took.append(time.perf_counter() - began_s)
     return round(min(took) * 1e6, 1)
 

@@ -104,7 +104,7 @@ class VirtualEngine:
             return None
         self.last_report = report
         self.num_reports += 1
-        return ReplicaReport(report.replica, report.calls, self.num_reports)
+        return ReplicaReport(report.replica, report.calls, number=self.num_reports)
 
 
 @dataclass(frozen=True)
