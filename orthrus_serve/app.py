@@ -12,9 +12,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from orthrus_serve.config.environment import replica_environment
-from orthrus_serve.config.load import parse_args
+from orthrus_serve.config.load import engine_deployment, parse_args
 from orthrus_serve.config.schema import AppArgs
-from orthrus_serve.ops.plan import topology_of
+from orthrus_serve.ops.plan import num_fronts, topology_of
 from orthrus_serve.policy.topology import Topology
 from orthrus_serve.serving.autoscaling import autoscaling_config, report_environment
 from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
@@ -49,9 +49,11 @@ def build(args: Mapping[str, Any]) -> Application:
 def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_WAIT_S) -> Application:
     """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
-    topology = topology_of(args)
-    engines = _engine_deployment(args, topology, {"replica_wait_s": replica_wait_s}).bind(args, start)
-    return _front_deployment(args, topology).bind(args, engines, topology.num_fronts)
+    engines: dict[str, Any] = {}
+    for arm, of_arm in args.by_arm.items():
+        topology = topology_of(of_arm, pool_name=engine_deployment(arm))
+        engines[arm] = _engine_deployment(of_arm, topology, {"replica_wait_s": replica_wait_s}).bind(of_arm, start)
+    return _front_deployment(args).bind(args, engines, num_fronts(args))
 
 
 def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any]) -> serve.Deployment:
@@ -85,12 +87,12 @@ def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any
     return deployment
 
 
-def _front_deployment(args: AppArgs, topology: Topology) -> serve.Deployment:
+def _front_deployment(args: AppArgs) -> serve.Deployment:
     deployment: Any = serve.deployment(
         serve.ingress()(Front),
         name="Front",
-        num_replicas=topology.num_fronts,
-        user_config={"topology": topology.name},
+        num_replicas=num_fronts(args),
+        user_config={} if args.arms else {"topology": args.topology},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
         rolling_update_percentage=ROLLING_UPDATE_RATIO,

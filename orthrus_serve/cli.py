@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     switch.add_argument("topology", help="orthrus, hetero_fcfs, unified_homo or dedicated")
     switch.add_argument("--split", metavar="E:G", help="embedding to generating replicas, for dedicated (1:3)")
     switch.add_argument("--rule", help="the router's rule, if not the topology's own")
+    switch.add_argument("--arm", help="which arm, where the application has arms")
     switch.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
     switch.add_argument("--app", help="name of the application, where there are several")
     switch.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
@@ -62,8 +63,24 @@ def make_parser() -> argparse.ArgumentParser:
     scale = verbs.add_parser("scale", help="change the number of engines of the running application, without a restart")
     scale.add_argument("num_replicas", type=int, metavar="N", help="engine replicas that are to run")
     scale.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
+    scale.add_argument("--arm", help="which arm, where the application has arms")
     scale.add_argument("--app", help="name of the application, where there are several")
     scale.set_defaults(run=_scale, takes_rest=False)
+
+    ab = verbs.add_parser("ab", help="compare the arms of an A/B test, or change their weights")
+    ab_verbs = ab.add_subparsers(title="verbs", metavar="VERB", required=True)
+    report = ab_verbs.add_parser("report", help="compare what the arms did since the last change, an hour at most")
+    report.add_argument("--baseline", help="the arm that the others are compared with (the first)")
+    report.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
+    report.set_defaults(run=_ab_report, takes_rest=False)
+    weights = ab_verbs.add_parser("weights", help="change the weights of the running arms, without a restart")
+    weights.add_argument(
+        "weights", nargs="+", metavar="ARM=WEIGHT", help="every arm, such as dedicated=0.9 orthrus=0.1"
+    )
+    weights.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
+    weights.add_argument("--app", help="name of the application, where there are several")
+    weights.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
+    weights.set_defaults(run=_ab_weights, takes_rest=False)
 
     model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
     model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -115,7 +132,23 @@ def _switch(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.switch import switch
 
     wanted = parse_wanted(args.topology, args.rule, args.split)
-    switch(wanted, ServeApi(args.address), print, app=args.app, base_url=args.base_url)
+    switch(wanted, ServeApi(args.address), print, app=args.app, arm=args.arm, base_url=args.base_url)
+    return EXIT_OK
+
+
+def _ab_report(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.ab import report
+
+    print("\n".join(report(args.base_url, args.baseline)))
+    return EXIT_OK
+
+
+def _ab_weights(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.ab import change_weights, parse_weights
+    from orthrus_serve.ops.serve_api import ServeApi
+
+    weights = parse_weights(args.weights)
+    change_weights(weights, ServeApi(args.address), print, app=args.app, base_url=args.base_url)
     return EXIT_OK
 
 
@@ -123,7 +156,7 @@ def _scale(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.scale import scale
     from orthrus_serve.ops.serve_api import ServeApi
 
-    scale(args.num_replicas, ServeApi(args.address), print, app=args.app)
+    scale(args.num_replicas, ServeApi(args.address), print, app=args.app, arm=args.arm)
     return EXIT_OK
 
 

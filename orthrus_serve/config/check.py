@@ -48,7 +48,9 @@ def check_serve_file(file: ServeFile) -> Checked:
 
 
 def _summary(args: AppArgs) -> str:
-    return f"{args.topology}, {args.model.name} generates, {', '.join(args.adapters)} embed{'s' * (len(args.adapters) == 1)}"
+    arms = " against ".join(f"{name} ({arm.topology})" for name, arm in args.arms.items())
+    embeds = f"{', '.join(args.adapters)} embed{'s' * (len(args.adapters) == 1)}"
+    return f"{arms or args.topology}, {args.model.name} generates, {embeds}"
 
 
 def _problems(application: Application, known: frozenset[str] | None) -> list[str]:
@@ -62,10 +64,12 @@ def _problems(application: Application, known: frozenset[str] | None) -> list[st
             where = join((*path, "adapters", name, "dimensions"))
             problems.append(f"{where}: {too_long[0]} is above the model's hidden size, {hidden_size}")
     if known is not None:
-        try:
-            check_vllm_keys(args.vllm, known, join((*path, "vllm")))
-        except ConfigError as error:
-            problems += str(error).splitlines()
+        sections = {"vllm": args.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in args.arms.items()}}
+        for key, section in sections.items():
+            try:
+                check_vllm_keys(section, known, join((*path, key)))
+            except ConfigError as error:
+                problems += str(error).splitlines()
     return problems
 
 

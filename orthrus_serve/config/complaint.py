@@ -123,4 +123,4 @@ def _keys_at(model: type[BaseModel], loc: KeyPath) -> list[str]:
         candidates = [field.annotation, *get_args(field.annotation)]
         inner = [one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)]
         section = inner[0] if inner else section
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]

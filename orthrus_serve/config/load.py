@@ -6,8 +6,8 @@ between `args` and `deployments`. Leaves out whether the named files exist (`che
 
 import json
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from typing_extensions import override
 
+from orthrus_serve.config.arms import arm_problems, filled_in, live_problems, routing_of
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
 from orthrus_serve.config.placement import placement_problems
 from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec, Section
@@ -23,7 +24,7 @@ from orthrus_serve.config.vllm_keys import refused_vllm_keys
 from orthrus_serve.errors import ConfigError
 
 IMPORT_PATH = "orthrus_serve.app:build"
-DEPLOYMENT_NAMES = ("Front", "Engine")
+FRONT, ENGINE = "Front", "Engine"  # names of deployments
 PROXY_LOCATIONS = ("Disabled", "HeadOnly", "EveryNode")
 
 # Ports that a Ray head node takes for itself by default.
@@ -36,7 +37,7 @@ _Live = TypeVar("_Live", bound=Section)
 @dataclass(frozen=True)
 class Application:
     """One Orthrus application of a Serve file. `live` and `front` are the `user_config` of its engines and of its Fronts, where
-    the file sets them."""
+    the file sets them; with arms, `arm_live` has that of each arm's engines."""
 
     name: str
     route_prefix: str | None
@@ -44,6 +45,14 @@ class Application:
     live: LiveSpec
     path: KeyPath
     front: FrontLiveSpec = field(default_factory=FrontLiveSpec)
+    arm_live: Mapping[str, LiveSpec] = field(default_factory=dict[str, LiveSpec])
+
+    def of_arm(self, arm: str) -> "Application":
+        """One arm as an application of its own; the application itself for the empty name."""
+        if not arm:
+            return self
+        front = FrontLiveSpec(**routing_of(self.front, arm).model_dump())
+        return replace(self, args=self.args.by_arm[arm], live=self.arm_live[arm], front=front, arm_live={})
 
 
 @dataclass(frozen=True)
@@ -108,13 +117,16 @@ def parse_args(args: Mapping[str, Any], prefix: KeyPath = ()) -> AppArgs:
     _refuse(_implausible(args, prefix))
     try:
         # JSON mode is strict about scalars, yet takes a list where a tuple is meant.
-        parsed = AppArgs.model_validate_json(json.dumps(args), strict=True)
+        parsed = AppArgs.model_validate_json(json.dumps(filled_in(args, prefix)), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(sentences(error, AppArgs, prefix))) from error
-    _refuse(
-        refused_vllm_keys(parsed.vllm, join((*prefix, "vllm")))
-        + placement_problems(parsed.num_gpus_per_replica, parsed.vllm, f"{join(prefix)}." if prefix else "")
-    )
+    _refuse(arm_problems(parsed, prefix))
+    sections = {"vllm": parsed.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in parsed.arms.items()}}
+    _refuse([line for key, section in sections.items() for line in refused_vllm_keys(section, join((*prefix, key)))])
+    vllms = [arm.vllm for arm in parsed.by_arm.values()]
+    below = f"{join(prefix)}." if prefix else ""
+    problems = [line for vllm in vllms for line in placement_problems(parsed.num_gpus_per_replica, vllm, below)]
+    _refuse(list(dict.fromkeys(problems)))
     return parsed
 
 
@@ -245,14 +257,22 @@ def _application(entry: Any, index: int) -> Application | None:
     if not isinstance(application.get("args"), dict):
         raise ConfigError(f"{join((*path, 'args'))}: must be a mapping with at least topology, model and adapters")
     args = parse_args(cast(dict[str, Any], application["args"]), (*path, "args"))
-    overridden = _overridden(application.get("deployments") or [], (*path, "deployments"))
-    live = parse_live(*overridden.get("Engine", (None, ())), LiveSpec)
-    front = parse_live(*overridden.get("Front", (None, ())), FrontLiveSpec)
+    names = [FRONT, *(engine_deployment(arm) for arm in args.by_arm)]
+    overridden = _overridden(application.get("deployments") or [], (*path, "deployments"), names)
+    lives = {arm: parse_live(*overridden.get(engine_deployment(arm), (None, ())), LiveSpec) for arm in args.by_arm}
+    front_config, where = overridden.get(FRONT, (None, ()))
+    front = parse_live(front_config, where, FrontLiveSpec)
+    _refuse(live_problems(args, front, where))
     if front.topology == "dedicated" and args.num_replicas < 2:
-        where = overridden["Front"][1]
         raise ConfigError(f"{join(where)}.topology: dedicated needs args.num_replicas of at least 2")
     name, route = application.get("name", "default"), application.get("route_prefix", "/")
-    return Application(name=name, route_prefix=route, args=args, live=live, path=path, front=front)
+    live = lives.pop("", LiveSpec())
+    return Application(name=name, route_prefix=route, args=args, live=live, path=path, front=front, arm_live=lives)
+
+
+def engine_deployment(arm: str = "") -> str:
+    """The name of the deployment of an arm's engines."""
+    return f"{ENGINE}-{arm}" if arm else ENGINE
 
 
 def _check_names(application: dict[str, Any], path: KeyPath) -> None:
@@ -263,7 +283,7 @@ def _check_names(application: dict[str, Any], path: KeyPath) -> None:
         raise ConfigError(f"{join((*path, 'route_prefix'))}: must begin with '/', got {type_of(route)}")
 
 
-def _overridden(deployments: Any, path: KeyPath) -> dict[str, tuple[Any, KeyPath]]:
+def _overridden(deployments: Any, path: KeyPath, names: Sequence[str]) -> dict[str, tuple[Any, KeyPath]]:
     """Check what an application's `deployments` override, and return their `user_config`, and where it stands, by name."""
     if not isinstance(deployments, list):
         raise ConfigError(f"{join(path)}: must be a list, got {type_of(deployments)}")
@@ -273,14 +293,12 @@ def _overridden(deployments: Any, path: KeyPath) -> dict[str, tuple[Any, KeyPath
         _refuse(_implausible(entry, here))
         deployment = cast(dict[str, Any], entry if isinstance(entry, dict) else {})
         name = str(deployment.get("name"))
-        if name not in DEPLOYMENT_NAMES or name in found:
-            hint = did_you_mean(name, DEPLOYMENT_NAMES) if name not in found else "; it is there twice"
-            raise ConfigError(
-                f"{join((*here, 'name'))}: must be {' or '.join(DEPLOYMENT_NAMES)}, got {type_of(name)}{hint}"
-            )
+        if name not in names or name in found:
+            hint = did_you_mean(name, names) if name not in found else "; it is there twice"
+            raise ConfigError(f"{join((*here, 'name'))}: must be {' or '.join(names)}, got {type_of(name)}{hint}")
         found[name] = deployment.get("user_config"), (*here, "user_config")
         for key, instead in (
-            ("num_replicas", "args.num_replicas" if name == "Engine" else "args.front.num_replicas"),
+            ("num_replicas", "args.front.num_replicas" if name == FRONT else "args.num_replicas"),
             ("request_router_config", "args.topology"),
             ("autoscaling_config", "args.autoscaling"),
         ):

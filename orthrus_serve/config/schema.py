@@ -6,7 +6,7 @@ whether vLLM accepts its own keys (`engine/args.py` and `orthrus-serve check` lo
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -157,10 +157,12 @@ class AutoscalingSpec(Section):
 
 
 class FrontSpec(Section):
-    """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas."""
+    """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas. `session_header` is where
+    clients name their session, which keeps its arm."""
 
     num_replicas: int | None = Field(default=None, ge=1)
     num_cpus: float = Field(default=0.1, ge=0)
+    session_header: str = Field(default="x-session-id", pattern=r"^[A-Za-z0-9-]+$")
 
 
 class SplitSpec(Section):
@@ -226,13 +228,32 @@ class AdmissionSpec(Section):
         return self
 
 
-class FrontLiveSpec(Section):
-    """The `user_config` of the Fronts: what may change while they run. None leaves a setting as `args` have it; `rule` None is
-    the topology's own when the topology is another than that of `args`."""
+class RoutingSpec(Section):
+    """What may change live of how one pool is routed. None leaves a setting as `args` have it; `rule` None is the topology's
+    own when the topology is another than that of `args`."""
 
     topology: TopologyName | None = None
     rule: RouterRule | None = None
     dedicated: SplitSpec | None = None
+
+
+class MirrorSpec(Section):
+    """Copies this share of what arm `from` answers to arm `to`, whose answers to them go nowhere."""
+
+    source: str = Field(alias="from")
+    target: str = Field(alias="to")
+    share: float = Field(ge=0.0, le=1.0)
+
+
+class FrontLiveSpec(RoutingSpec):
+    """The `user_config` of the Fronts: what may change while they run.
+
+    With arms, each has its routing under `arms`. `weights` name every arm, and None weighs them alike.
+    """
+
+    weights: dict[str, Annotated[float, Field(ge=0.0)]] | None = None
+    mirror: MirrorSpec | None = None
+    arms: dict[str, RoutingSpec] = Field(default_factory=dict)
 
 
 class LiveSpec(Section):
@@ -249,8 +270,28 @@ class LiveSpec(Section):
     step_tokens: int | None = Field(default=None, ge=1)
 
 
+class ArmSpec(Section):
+    """One arm of an A/B test: a pool of its own. `engine` and `vllm` change single keys of those of the application; `router`
+    None is that of the application."""
+
+    topology: TopologyName
+    num_replicas: int = Field(default=1, ge=1)
+    dedicated: SplitSpec | None = None
+    router: RouterSpec | None = None
+    autoscaling: AutoscalingSpec | None = None
+    engine: EngineSpec = EngineSpec()
+    vllm: dict[str, Any] = Field(default_factory=dict)
+
+
+# What each arm says for itself.
+OF_ARMS = ("topology", "num_replicas", "dedicated", "autoscaling")
+
+
 class AppArgs(Section):
-    """The `args` of `orthrus_serve.app:build` in a Serve file."""
+    """The `args` of `orthrus_serve.app:build` in a Serve file.
+
+    With `arms`, everything that is one pool's is read from `by_arm`; `topology` here is then that of the first arm.
+    """
 
     topology: TopologyName
     model: ModelSpec
@@ -269,6 +310,7 @@ class AppArgs(Section):
     admission: AdmissionSpec | None = None
     autoscaling: AutoscalingSpec | None = None
     vllm: dict[str, Any] = Field(default_factory=dict)
+    arms: dict[str, ArmSpec] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -287,6 +329,8 @@ class AppArgs(Section):
         gpus = self.num_gpus_per_replica
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus_per_replica: above one it must be a whole number, got {gpus:g}")
+        if self.arms:
+            return self  # each arm is checked as an application of its own
         self._check_autoscaling()
         if self.topology == "dedicated" and self.num_replicas < 2:
             raise ValueError(
@@ -312,17 +356,35 @@ class AppArgs(Section):
             raise ValueError("autoscaling.min_replicas: topology dedicated needs at least 2")
 
     @property
+    def by_arm(self) -> dict[str, "AppArgs"]:
+        """The args of each arm as those of an application of its own; without arms, these, under the empty name."""
+        return {name: self.of_arm(name) for name in self.arms} or {"": self}
+
+    def of_arm(self, name: str) -> "AppArgs":
+        """The args of one arm. Raises ValidationError when they contradict each other."""
+        # What the application says is taken as parsed: nothing of it is checked, or expanded, twice.
+        arm = self.arms[name]
+        of_arm: dict[str, Any] = {key: getattr(arm, key) for key in OF_ARMS}
+        of_arm["router"] = arm.router or self.router
+        of_arm["engine"] = self.engine.model_copy(update=arm.engine.model_dump(exclude_unset=True))
+        of_arm["vllm"] = {**self.vllm, **arm.vllm}
+        kept = {key: getattr(self, key) for key in type(self).model_fields if key not in (*of_arm, "arms")}
+        return AppArgs.model_validate({**kept, **of_arm})
+
+    @property
     def most_replicas(self) -> int:
         """Engine replicas that may ever run."""
+        if self.arms:
+            return sum(args.most_replicas for args in self.by_arm.values())
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas
 
-    def routed(self, live: FrontLiveSpec | None = None) -> FrontLiveSpec:
+    def routed(self, live: RoutingSpec | None = None) -> RoutingSpec:
         """What Fronts go by: what `args` say, with what is changed live."""
         if live is None:
-            live = FrontLiveSpec()
+            live = RoutingSpec()
         topology = live.topology or self.topology
         rule = live.rule or (self.router.rule if topology == self.topology else None)
-        return FrontLiveSpec(topology=topology, rule=rule, dedicated=live.dedicated or self.dedicated)
+        return RoutingSpec(topology=topology, rule=rule, dedicated=live.dedicated or self.dedicated)
 
     @property
     def base_name_adapter(self) -> str | None:

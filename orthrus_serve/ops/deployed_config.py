@@ -7,12 +7,12 @@ others go back as they came, since Serve removes what a new configuration leaves
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from orthrus_serve.config.complaint import did_you_mean
-from orthrus_serve.config.load import IMPORT_PATH, parse_args
-from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, SplitSpec
+from orthrus_serve.config.load import FRONT, IMPORT_PATH, engine_deployment, parse_args
+from orthrus_serve.config.schema import AppArgs, RoutingSpec, SplitSpec
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.policy.roles import Split
@@ -22,11 +22,17 @@ from orthrus_serve.types import RouterRule, TopologyName
 
 @dataclass(frozen=True)
 class Deployed:
-    """One application of ours, as Serve has it. `url` is where its Fronts answer."""
+    """One application of ours, as Serve has it. `url` is where its Fronts answer; with `arm`, `args` are those of that arm."""
 
     name: str
     url: str
     args: AppArgs
+    arm: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is called in sentences."""
+        return f"{self.name}, arm {self.arm}" if self.arm else self.name
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,22 @@ def find_application(details: Mapping[str, Any], name: str | None = None) -> Dep
     return Deployed(name, _url(details, config), parse_args(config.get("args") or {}, (name, "args")))
 
 
+def of_arm(deployed: Deployed, arm: str | None) -> Deployed:
+    """The arm of that name as an application of its own; without arms, the application itself.
+
+    Raises:
+        ConfigError: there are arms and none is named, or there is none of that name.
+    """
+    arms = deployed.args.arms
+    if not arms:
+        if arm is not None:
+            raise ConfigError(f"--arm: {deployed.name} has no arms")
+        return deployed
+    if arm is None:
+        raise ConfigError(f"{deployed.name} has arms; name one with --arm: {', '.join(arms)}")
+    return replace(deployed, args=deployed.args.by_arm[_one_of(arm, "arm", tuple(arms))], arm=arm)
+
+
 def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
     """`wanted` with its roles said outright, where it has any: as asked, as `args` have them, or one to all others.
 
@@ -93,14 +115,14 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
     if num_engines < 2:
         raise ConfigError(
             f"topology {wanted.topology} needs at least 2 engine replicas, one that embeds and one that generates; "
-            f"{deployed.name} runs {num_engines}"
+            f"{deployed.label} runs {num_engines}"
         )
     of_args = deployed.args.dedicated
     split = wanted.split or (Split(of_args.embed, of_args.generate) if of_args else Split(1, num_engines - 1))
     return Wanted(wanted.topology, wanted.rule, split)
 
 
-def switched(details: Mapping[str, Any], name: str, wanted: Wanted) -> dict[str, Any]:
+def switched(details: Mapping[str, Any], name: str, wanted: Wanted, arm: str = "") -> dict[str, Any]:
     """The configuration to put (Ray's `ServeDeploySchema`): as deployed, with the `user_config` that brings `wanted` about.
 
     Raises:
@@ -108,18 +130,30 @@ def switched(details: Mapping[str, Any], name: str, wanted: Wanted) -> dict[str,
     """
     config = deploy_config(details)
     application = _application(config, name)
-    engine = _deployment(application, "Engine")
+    engine = _deployment(application, engine_deployment(arm))
     kept = {key: value for key, value in (engine.get("user_config") or {}).items() if key not in ("topology", "policy")}
     policy = PRESETS[wanted.topology].pool.policy
     engine["user_config"] = {**kept, "topology": wanted.topology, "policy": policy}
-    _deployment(application, "Front")["user_config"] = live_spec(wanted).model_dump(exclude_none=True)
+    front, told = _deployment(application, FRONT), live_spec(wanted).model_dump(exclude_none=True)
+    if arm:
+        before = front.get("user_config") or {}
+        told = {**before, "arms": {**(before.get("arms") or {}), arm: told}}
+    front["user_config"] = told
     return config
 
 
-def scaled(details: Mapping[str, Any], name: str, num_replicas: int) -> dict[str, Any]:
+def weighted(details: Mapping[str, Any], name: str, weights: Mapping[str, float]) -> dict[str, Any]:
+    """The configuration to put: as deployed, with these weights of its arms."""
+    config = deploy_config(details)
+    front = _deployment(_application(config, name), FRONT)
+    front["user_config"] = {**(front.get("user_config") or {}), "weights": dict(weights)}
+    return config
+
+
+def scaled(details: Mapping[str, Any], name: str, num_replicas: int, arm: str = "") -> dict[str, Any]:
     """The configuration to put: as deployed, with so many engine replicas. `args` stay: a change there restarts everything."""
     config = deploy_config(details)
-    _deployment(_application(config, name), "Engine")["num_replicas"] = num_replicas
+    _deployment(_application(config, name), engine_deployment(arm))["num_replicas"] = num_replicas
     return config
 
 
@@ -130,8 +164,10 @@ def check_scale(details: Mapping[str, Any], deployed: Deployed, num_replicas: in
         ConfigError: the application cannot run with so many engine replicas, or decides itself how many run.
     """
     if deployed.args.autoscaling is not None:
-        raise ConfigError(f"{deployed.name} scales itself (args.autoscaling): change its file and deploy that")
-    live = _deployment(_application(deploy_config(details), deployed.name), "Front").get("user_config") or {}
+        raise ConfigError(f"{deployed.label} scales itself (args.autoscaling): change its file and deploy that")
+    live = _deployment(_application(deploy_config(details), deployed.name), FRONT).get("user_config") or {}
+    if deployed.arm:
+        live = (live.get("arms") or {}).get(deployed.arm) or {}
     topology: TopologyName = live.get("topology") or deployed.args.topology
     fewest = 2 if PRESETS[topology].is_split else 1
     if num_replicas < fewest:
@@ -146,10 +182,10 @@ def deploy_config(details: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy({**kept, "applications": [config for config in applications if config is not None]})
 
 
-def live_spec(wanted: Wanted) -> FrontLiveSpec:
-    """The Fronts' `user_config` for `wanted`."""
+def live_spec(wanted: Wanted) -> RoutingSpec:
+    """What the Fronts are told about the pool for `wanted`."""
     split = None if wanted.split is None else SplitSpec(embed=wanted.split.embed, generate=wanted.split.generate)
-    return FrontLiveSpec(topology=wanted.topology, rule=wanted.rule, dedicated=split)
+    return RoutingSpec(topology=wanted.topology, rule=wanted.rule, dedicated=split)
 
 
 def target(wanted: Wanted, deployed: Deployed) -> Topology:
@@ -243,12 +279,15 @@ def _application(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     (application,) = [one for one in config["applications"] if one.get("name", "default") == name]
     listed = {deployment.get("name") for deployment in application.get("deployments", [])}
-    if application.get("runtime_env") and not {"Engine", "Front"} <= listed:
+    arms = (application.get("args") or {}).get("arms") or ("",)
+    names = [FRONT, *(engine_deployment(arm) for arm in arms)]
+    if application.get("runtime_env") and not listed.issuperset(names):
         # Serve 2.60 gives an application's runtime_env only to deployments that are listed: listing one now would change what
         # its replicas were started with.
+        entries = ", ".join(f"{{name: {one}}}" for one in names)
         raise ConfigError(
-            f"application {name!r} has a runtime_env and does not list both its deployments: Serve would restart the replicas. "
-            "Start it from a file with `deployments: [{name: Front}, {name: Engine}]` beside runtime_env"
+            f"application {name!r} has a runtime_env and does not list all its deployments: Serve would restart the replicas. "
+            f"Start it from a file with `deployments: [{entries}]` beside runtime_env"
         )
     return application
 

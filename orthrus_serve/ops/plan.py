@@ -5,10 +5,19 @@ The topology printed is the value from which `app.py` builds.
 
 from dataclasses import replace
 
-from orthrus_serve.config.load import Application, ServeFile
-from orthrus_serve.config.schema import AppArgs, FrontLiveSpec
+from orthrus_serve.config.arms import weights_of
+from orthrus_serve.config.load import Application, ServeFile, engine_deployment
+from orthrus_serve.config.schema import AppArgs, RoutingSpec
 from orthrus_serve.policy.roles import Split
-from orthrus_serve.policy.topology import PRESETS, Topology, describe, expand
+from orthrus_serve.policy.topology import (
+    PRESETS,
+    Topology,
+    describe,
+    describe_fronts,
+    describe_pools,
+    describe_total,
+    expand,
+)
 
 
 def plan_lines(file: ServeFile) -> list[str]:
@@ -19,8 +28,11 @@ def plan_lines(file: ServeFile) -> list[str]:
     return lines
 
 
-def topology_of(args: AppArgs, live: FrontLiveSpec | None = None) -> Topology:
+def topology_of(args: AppArgs, live: RoutingSpec | None = None, *, pool_name: str | None = None) -> Topology:
     """The topology that `args` ask for, with what the `user_config` of the Fronts (`live`) changes right after the start.
+
+    Args:
+        args: of an application without arms, or of one arm (`AppArgs.by_arm`).
 
     Raises:
         ConfigError: it cannot be had with so many replicas.
@@ -30,15 +42,21 @@ def topology_of(args: AppArgs, live: FrontLiveSpec | None = None) -> Topology:
         wanted.topology or args.topology,
         num_replicas=args.num_replicas,
         num_gpus_per_replica=args.num_gpus_per_replica,
-        num_fronts=args.front.num_replicas or (args.most_replicas + 1) // 2,
+        num_fronts=num_fronts(args),
         split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
         router_rule=wanted.rule,
+        pool_name=pool_name,
     )
 
 
-def planned_topology(application: Application) -> Topology:
+def num_fronts(args: AppArgs) -> int:
+    """Fronts of an application: as asked, or one for every two engine replicas of all arms."""
+    return args.front.num_replicas or (args.most_replicas + 1) // 2
+
+
+def planned_topology(application: Application, *, pool_name: str | None = None) -> Topology:
     """The topology as it runs right after the start, with the policy that the engines' `user_config` asks for."""
-    topology = topology_of(application.args, application.front)
+    topology = topology_of(application.args, application.front, pool_name=pool_name)
     live = application.live
     policy = live.policy or (PRESETS[live.topology].pool.policy if live.topology else None)
     if policy is None:
@@ -47,16 +65,32 @@ def planned_topology(application: Application) -> Topology:
 
 
 def _application_lines(application: Application, file: ServeFile) -> list[str]:
-    args, topology = application.args, planned_topology(application)
+    args = application.args
     route = "" if application.route_prefix in (None, "/") else application.route_prefix
-    return [
-        f"application  {application.name} at http://{file.host}:{file.port}{route}",
-        *describe(topology),
-        *_autoscaling_lines(args),
+    lines = [f"application  {application.name} at http://{file.host}:{file.port}{route}"]
+    names = [
         f"generates    {args.model.name}: {args.model.path}",
         *(f"embeds       {line}" for line in _adapter_lines(args)),
-        f"step budget  {_budget(application, topology)}",
     ]
+    if args.arms:
+        return [*lines, *_arms_lines(application), *names]
+    topology = planned_topology(application)
+    budget = f"step budget  {_budget(application, topology)}"
+    return [*lines, *describe(topology), *_autoscaling_lines(args), *names, budget]
+
+
+def _arms_lines(application: Application) -> list[str]:
+    args, mirror = application.args, application.front.mirror
+    lines = [describe_fronts(num_fronts(args))]
+    for name, weight in weights_of(args, application.front).items():
+        of_arm = application.of_arm(name)
+        topology = planned_topology(of_arm, pool_name=engine_deployment(name))
+        share = f"arm          {name}: {weight:.4g} of the requests"
+        if mirror is not None and mirror.target == name:
+            share += f", and copies of {mirror.share:.4g} of what {mirror.source} answers"
+        below = [describe_total(topology), *describe_pools(topology), *_autoscaling_lines(of_arm.args)]
+        lines += [share, *(f"  {line}" for line in (*below, f"step budget  {_budget(of_arm, topology)}"))]
+    return lines
 
 
 def _autoscaling_lines(args: AppArgs) -> list[str]:

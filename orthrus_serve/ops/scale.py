@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from orthrus_serve.config.load import engine_deployment
 from orthrus_serve.errors import OrthrusError
-from orthrus_serve.ops.deployed_config import check_scale, find_application, scaled
+from orthrus_serve.ops.deployed_config import Deployed, check_scale, find_application, of_arm, scaled
 
 POLL_EVERY_S = 0.5
 
@@ -28,12 +29,19 @@ class Api(Protocol):
 
 
 def scale(
-    num_replicas: int, api: Api, say: Callable[[str], None], *, app: str | None = None, timeout_s: float = 900.0
+    num_replicas: int,
+    api: Api,
+    say: Callable[[str], None],
+    *,
+    app: str | None = None,
+    arm: str | None = None,
+    timeout_s: float = 900.0,
 ) -> None:
     """Scales, and returns when so many engines run and no other is starting; those that leave may still finish their work.
 
     Args:
         app: name of the application; None takes the only one of ours.
+        arm: whose engines, where there are arms.
         timeout_s: how long loading may take.
 
     Raises:
@@ -41,13 +49,13 @@ def scale(
         ServeApiError, ScaleError: Serve does not answer; the engines did not come up in time.
     """
     details = api.details()
-    deployed = find_application(details, app)
+    deployed = of_arm(find_application(details, app), arm)
     check_scale(details, deployed, num_replicas)
-    before = replica_states(details, deployed.name)
+    before = replica_states(details, deployed.name, deployed.arm)
     began_s = time.monotonic()
-    api.deploy(scaled(details, deployed.name, num_replicas))
-    states = _until_running(num_replicas, api, deployed.name, began_s + timeout_s)
-    say(f"{deployed.name}: {before['RUNNING']} → {num_replicas} engines in {time.monotonic() - began_s:.1f} s")
+    api.deploy(scaled(details, deployed.name, num_replicas, deployed.arm))
+    states = _until_running(num_replicas, api, deployed, began_s + timeout_s)
+    say(f"{deployed.label}: {before['RUNNING']} → {num_replicas} engines in {time.monotonic() - began_s:.1f} s")
     if states["STOPPING"]:
         say(f"{states['STOPPING']} more get no requests any longer, and end when they have finished what they run")
     if num_replicas != deployed.args.num_replicas:
@@ -57,15 +65,16 @@ def scale(
         )
 
 
-def replica_states(details: Mapping[str, Any], app: str) -> Counter[str]:
+def replica_states(details: Mapping[str, Any], app: str, arm: str = "") -> Counter[str]:
     """How many engine replicas are in each of Serve's states (`STARTING`, `UPDATING`, `RUNNING`, `STOPPING`, …)."""
     deployments = details["applications"].get(app, {}).get("deployments") or {}
-    return Counter(str(replica["state"]) for replica in (deployments.get("Engine") or {}).get("replicas") or ())
+    engines = deployments.get(engine_deployment(arm)) or {}
+    return Counter(str(replica["state"]) for replica in engines.get("replicas") or ())
 
 
-def _until_running(num_replicas: int, api: Api, app: str, deadline_s: float) -> Counter[str]:
+def _until_running(num_replicas: int, api: Api, deployed: Deployed, deadline_s: float) -> Counter[str]:
     while True:
-        states = replica_states(api.details(), app)
+        states = replica_states(api.details(), deployed.name, deployed.arm)
         if states["RUNNING"] == num_replicas and set(states) <= {"RUNNING", "STOPPING"}:
             return states
         if time.monotonic() > deadline_s:

@@ -16,6 +16,7 @@ from orthrus_serve.ops.deployed_config import (
     Wanted,
     behind,
     find_application,
+    of_arm,
     refusals,
     settled,
     switched,
@@ -40,6 +41,7 @@ def switch(
     say: Callable[[str], None],
     *,
     app: str | None = None,
+    arm: str | None = None,
     base_url: str | None = None,
     timeout_s: float = 30.0,
 ) -> float:
@@ -47,6 +49,7 @@ def switch(
 
     Args:
         app: name of the application; None takes the only one of ours.
+        arm: which pool, where there are arms.
         base_url: where its Fronts answer; None takes what Serve says of itself.
 
     Raises:
@@ -54,22 +57,22 @@ def switch(
         ServeApiError, SwitchError: Serve does not answer; a replica refused or did not follow in time.
     """
     details = api.details()
-    deployed = find_application(details, app)
+    deployed = of_arm(find_application(details, app), arm)
     url = (base_url or deployed.url).rstrip("/")
-    before = status_page(url)
+    before = status_page(url, deployed.arm)
     wanted = settled(wanted, deployed, len(before["engines"]))
     topology = target(wanted, deployed)
     began_s = time.monotonic()
-    api.deploy(switched(details, deployed.name, wanted))
-    page = _until_followed(url, topology, before, timeout_s)
+    api.deploy(switched(details, deployed.name, wanted, deployed.arm))
+    page = _until_followed(url, deployed.arm, topology, before, timeout_s)
     took_s = time.monotonic() - began_s
     for line in report_lines(before, page, topology, deployed, took_s):
         say(line)
     return took_s
 
 
-def status_page(url: str) -> dict[str, Any]:
-    """The `/status` page of the application at `url`.
+def status_page(url: str, arm: str = "") -> dict[str, Any]:
+    """The `/status` page of the application at `url`, or what it says of one arm.
 
     Raises:
         SwitchError: there is none.
@@ -81,6 +84,8 @@ def status_page(url: str) -> dict[str, Any]:
         raise SwitchError(
             f"{url}/status does not answer ({type(error).__name__}); `--base-url` takes the application's address"
         ) from error
+    if arm and isinstance(page, dict):
+        page = (page.get("arms") or {}).get(arm)
     if not isinstance(page, dict) or not {"fronts", "engines", "num_fronts_silent"} <= page.keys():
         raise SwitchError(f"{url}/status is not the page of this version of Orthrus")
     return page
@@ -97,7 +102,7 @@ def report_lines(
         roles = f"{counts['embed']} embed, {counts['generate']} generate"
     who = f"{len(page['fronts'])} Front(s) and {len(page['engines'])} engine(s)"
     lines = [
-        f"{deployed.name}: {before['topology']} → {topology.name}; {who} followed in {took_s:.2f} s",
+        f"{deployed.label}: {before['topology']} → {topology.name}; {who} followed in {took_s:.2f} s",
         f"policy       {topology.pools[0].policy}",
         f"router rule  {topology.router_rule}",
         f"roles        {roles}",
@@ -112,11 +117,13 @@ def report_lines(
     return lines
 
 
-def _until_followed(url: str, topology: Topology, before: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+def _until_followed(
+    url: str, arm: str, topology: Topology, before: Mapping[str, Any], timeout_s: float
+) -> dict[str, Any]:
     began_s = time.monotonic()
     not_refused_s = began_s  # when somebody was behind for another reason than a refusal, last
     while True:
-        page, now_s = status_page(url), time.monotonic()
+        page, now_s = status_page(url, arm), time.monotonic()
         waiting = behind(page, topology, before)
         if not waiting:
             return page

@@ -25,7 +25,7 @@ class Cell:
 
     Attributes:
         ok: requests answered whole; latencies and tokens are theirs.
-        failed: requests that ended in an error of the server, or were cut.
+        failed: requests that the server refused for want of room, failed, or cut.
         mirrored: of `ok`, the copies whose answer nobody got.
         tokens: prompt and output tokens.
         ttft: seconds to the first token, of streams only.

@@ -95,10 +95,12 @@ def expand(
     num_fronts: int | None = None,
     split: Split | None = None,
     router_rule: RouterRule | None = None,
+    pool_name: str | None = None,
 ) -> Topology:
     """The topology of that name for so many engine replicas.
 
     Args:
+        pool_name: None means the topology's own; an arm's pool is named after it.
         num_fronts: None means one for every two engine replicas.
         split: embedding to generating replicas, for `dedicated`; None means one to all others.
         router_rule: None means the topology's own.
@@ -108,7 +110,7 @@ def expand(
     """
     preset = PRESETS[name]
     pool = Pool(
-        name=preset.pool.name,
+        name=pool_name or preset.pool.name,
         num_replicas=num_replicas,
         num_gpus_per_replica=num_gpus_per_replica,
         kinds=preset.pool.kinds,
@@ -142,11 +144,23 @@ def split_for(name: TopologyName, num_replicas: int, split: Split | None = None)
 
 def describe(topology: Topology) -> list[str]:
     """The lines that `orthrus-serve plan` prints."""
+    return [describe_total(topology), describe_fronts(topology.num_fronts), *describe_pools(topology)]
+
+
+def describe_total(topology: Topology) -> str:
+    """Its name, and the GPUs that it takes."""
     total = f"{_count(topology.num_gpus, 'GPU')} in all" if topology.num_gpus else "on CPU"
-    lines = [
-        f"topology     {topology.name}: {total}",
-        f"front        {_count(topology.num_fronts, 'replica')}: HTTP, and the choice of the engine replica",
-    ]
+    return f"topology     {topology.name}: {total}"
+
+
+def describe_fronts(num_fronts: int) -> str:
+    """The Fronts, which arms share."""
+    return f"front        {_count(num_fronts, 'replica')}: HTTP, and the choice of the engine replica"
+
+
+def describe_pools(topology: Topology) -> list[str]:
+    """Its pools, their policy, and how requests reach them."""
+    lines: list[str] = []
     for pool in topology.pools:
         gpus = f"{_count(pool.num_gpus_per_replica, 'GPU')} each" if pool.num_gpus_per_replica else "on CPU"
         lines.append(

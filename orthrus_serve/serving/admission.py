@@ -83,20 +83,24 @@ class Visit:
                 self._door.learn(self._asked, self._predicted, measure, took_s, is_whole or measure == "ttft")
 
 
+def key_accounts(spec: AdmissionSpec, num_fronts: int) -> KeyAccounts:
+    """What each key has used at one Front of so many: one for all its doors, since a key's limits are not of an arm."""
+    return KeyAccounts(_limits(spec.each_key), {key: _limits(limits) for key, limits in spec.keys.items()}, num_fronts)
+
+
 class Door:
-    """Admission at one Front. Its event loop owns it; loads are read from the router's thread, one number at a time."""
+    """Admission of one Front to one pool. Its event loop owns it; loads are read from the router's thread, number by number."""
 
     def __init__(
         self,
         spec: AdmissionSpec,
-        num_fronts: int,
+        accounts: KeyAccounts,
         load: RouterState,
         estimator: ChargeEstimator,
         metrics: FrontMetrics,
     ) -> None:
         self._goals: dict[RequestKind, GoalSpec] = {"generate": spec.generate, "embed": spec.embed}
-        by_key = {key: _limits(limits) for key, limits in spec.keys.items()}
-        self._accounts = KeyAccounts(_limits(spec.each_key), by_key, num_fronts)
+        self._accounts = accounts
         room = spec.headroom
         self._admission = Admission({"high": room.high, "normal": room.normal, "low": room.low})
         self._rates = PoolRates()

@@ -74,3 +74,11 @@ def learn(estimator: ChargeEstimator, shape: RequestShape, meter: ReplyMeter) ->
         num_tokens = usage.get("completion_tokens", meter.num_events)
         if num_tokens:
             estimator.learn_output(num_tokens // shape.num_outputs)
+
+
+def num_tokens_of(estimator: ChargeEstimator, shape: RequestShape, meter: ReplyMeter) -> int:
+    """Prompt and output tokens of a request that was answered: as its usage says, else estimated and counted by events."""
+    usage = meter.usage()
+    estimated = estimator.estimate(shape) - shape.num_outputs * estimator.expected_output(shape)
+    num_output = usage.get("completion_tokens", meter.num_events) if shape.num_outputs else 0
+    return max(0, usage.get("prompt_tokens", estimated)) + num_output

@@ -8,7 +8,7 @@ knows vocabulary and lengths), the choice of a replica (`router.py`), and all to
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,15 +18,20 @@ from ray.serve.handle import DeploymentHandle
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
+from orthrus_serve.policy.key_limits import KeyAccounts
 from orthrus_serve.policy.quarantine import QuarantineRules
-from orthrus_serve.serving.admission import Door, TurnedAwayError
+from orthrus_serve.serving.ab_page import AbPage
+from orthrus_serve.serving.admission import Door, TurnedAwayError, key_accounts
 from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
-from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, shape_of_request
+from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, num_tokens_of, shape_of_request
 from orthrus_serve.serving.engine_reports import ReplicaReport, report_gap_s
 from orthrus_serve.serving.error_shape import sse_error_event
+from orthrus_serve.serving.exchange import Exchange
+from orthrus_serve.serving.live_arms import Arm, LiveArms
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
-from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, Pool, PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.mirror import COMPARED, Mirrors, ended
+from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.pool_keeper import PoolKeeper, make_probes
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
 from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions
@@ -34,7 +39,6 @@ from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     Header,
-    Message,
     Receive,
     Reply,
     Send,
@@ -73,21 +77,18 @@ class FrontApp:
 
     def __init__(
         self,
-        pool: Pool,
-        keeper: PoolKeeper,
+        arms: LiveArms,
         limits: FrontLimits,
-        estimator: ChargeEstimator,
         metrics: FrontMetrics,
         pages: StatusPages,
-        door: Door | None = None,
+        ab_page: AbPage,
     ) -> None:
-        self._pool = pool
-        self._keeper = keeper
+        self._arms = arms
         self._limits = limits
-        self._estimator = estimator
         self._metrics = metrics
         self._pages = pages
-        self._door = door
+        self._ab_page = ab_page
+        self._mirrors = Mirrors(self._answer, arms, metrics)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One ASGI connection."""
@@ -100,22 +101,30 @@ class FrontApp:
 
     async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        watched = _WatchedSend(send)
+        exchange = Exchange(send)
         if path not in CHARGED_ROUTES:
-            await self._answer_or_refuse(scope, path, receive, watched)
+            await self._answer_or_refuse(scope, path, receive, exchange)
             return
         kind = CHARGED_ROUTES[path][0]
-        began = self._metrics.began(kind)
         try:
-            await self._answer_or_refuse(scope, path, receive, watched)
+            arm = self._arms.choose(scope["headers"])
+        except RequestError as error:
+            await send_error(send, error)
+            return
+        exchange.arm = arm.name
+        began = self._metrics.began(kind, arm.name, arm.topology)
+        try:
+            await self._answer_or_refuse(scope, path, receive, exchange)
         except asyncio.CancelledError:  # Serve cancels us when the client disconnects
-            watched.has_left = True
+            exchange.has_left = True
             raise
         finally:
-            outcome = outcome_of(watched.status, is_cut=watched.is_cut, has_left=watched.has_left)
+            outcome = outcome_of(exchange.status, is_cut=exchange.is_cut, has_left=exchange.has_left)
             self._metrics.ended(kind, began, outcome)
+            if self._arms.are_named and outcome in COMPARED:
+                self._arms.slices.add(ended(exchange, arm.name, kind, began.at_s))
 
-    async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend") -> None:
+    async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: Exchange) -> None:
         try:
             await self._route(find_route(scope["method"], path), scope, path, receive, send)
         except ClientLeftError:
@@ -133,15 +142,15 @@ class FrontApp:
                 raise  # the connection must not end as if the answer were complete
             await send_error(send, FAILED)
 
-    async def _route(
-        self, target: Target, scope: dict[str, Any], path: str, receive: Receive, send: "_WatchedSend"
-    ) -> None:
+    async def _route(self, target: Target, scope: dict[str, Any], path: str, receive: Receive, send: Exchange) -> None:
         if target is Target.ENGINE:
             headers: list[Header] = [(bytes(name).lower(), bytes(value)) for name, value in scope["headers"]]
             body = await read_body(receive, headers, self._limits.max_body_bytes)
             forwarded = _forwarded_headers(headers, len(body))
             request = TunnelRequest(scope["method"], path, scope["query_string"], forwarded, body)
-            if not await _before_client_leaves(self._admit_and_answer(request, headers, send), receive):
+            arm = self._arms.named(send.arm) or self._arms.choose(headers)
+            send.arm = arm.name
+            if not await _before_client_leaves(self._admit_and_answer(request, headers, arm, send), receive):
                 raise ClientLeftError
         elif target is Target.HEALTH:
             await send_whole(send, *await self._pages.health())
@@ -149,77 +158,59 @@ class FrontApp:
             await send_whole(send, *await self._pages.metrics())
         elif target is Target.STATUS:
             await send_whole(send, *await self._pages.status())
+        elif target is Target.AB:
+            await send_whole(send, *await self._ab_page.page())
         else:
             await send_whole(send, *self._pages.version())
 
-    async def _admit_and_answer(self, request: TunnelRequest, headers: list[Header], send: "_WatchedSend") -> None:
-        visit = self._door.enter(request, headers) if self._door is not None else None
+    async def _admit_and_answer(self, request: TunnelRequest, headers: list[Header], arm: Arm, send: Exchange) -> None:
+        visit = arm.door.enter(request, headers) if arm.door is not None else None
+        if request.path in CHARGED_ROUTES:
+            self._mirrors.copy(request, CHARGED_ROUTES[request.path][0], arm)
         if visit is None:
-            await self._answer(request, send)
+            await self._answer(request, arm, send)
             return
         send.tap = visit.saw
         try:
-            await self._answer(request, send)  # charged before anything is awaited
+            await self._answer(request, arm, send)  # charged before anything is awaited
         finally:
             visit.leave()
 
-    async def _answer(self, request: TunnelRequest, send: "_WatchedSend") -> None:
+    async def _answer(self, request: TunnelRequest, arm: Arm, send: Exchange) -> None:
         shape = shape_of_request(request.path, request.body)
         tries = Tries()
         for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
-            with self._opened(request, shape, tries.failed_on) as call:
+            with _opened(request, arm, shape, tries.failed_on) as call:
                 try:
                     reply = await self._try_reply(call)
                 except Exception:
                     if call.replica_id is not None:  # not for want of a replica: it failed in a way that nobody foresaw
                         tries.saw(None, call.replica_id)
-                        self._judge(shape, tries, None)
+                        _judge(arm, shape, tries, None)
                     raise
                 tries.saw(reply, call.replica_id)
                 if tries.gone is not None:
-                    self._keeper.told(tries.gone, "its engine is gone")
-                elif reply is not None and not self._is_worth_another(tries):
-                    await self._deliver_and_learn(reply, send, shape, tries)
+                    arm.keeper.told(tries.gone, "its engine is gone")
+                elif reply is not None and not _is_worth_another(arm, tries):
+                    await self._deliver_and_learn(reply, arm, send, shape, tries)
                     return
             if tries.is_suspect:
                 break
-        self._judge(shape, tries, None)
+        _judge(arm, shape, tries, None)
         raise LOST
 
-    def _is_worth_another(self, tries: Tries) -> bool:
-        """Whether an error that came before the first byte may be the replica's, and another one can be asked."""
-        return tries.has_just_failed and not tries.is_suspect and self._keeper.has_another(tries.failed_on)
-
     async def _deliver_and_learn(
-        self, reply: Reply, send: "_WatchedSend", shape: RequestShape | None, tries: Tries
+        self, reply: Reply, arm: Arm, send: Exchange, shape: RequestShape | None, tries: Tries
     ) -> None:
         meter = ReplyMeter()
         is_complete = await self._deliver(reply, send, meter)
         if not tries.has_just_failed and (meter.has_error or not is_complete):
             tries.fail("a stream that was cut")
-        self._judge(shape, tries, None if tries.has_just_failed else tries.replica_id)
+        _judge(arm, shape, tries, None if tries.has_just_failed else tries.replica_id)
         if shape is not None and is_complete and reply.status == 200:
-            learn(self._estimator, shape, meter)
-
-    def _judge(self, shape: RequestShape | None, tries: Tries, answered_by: ReplicaId | None) -> None:
-        # A request without a forward pass says nothing about an engine.
-        if shape is not None:
-            self._keeper.ended(shape.kind, tries.failed_on, answered_by, tries.cause)
-
-    @contextlib.contextmanager
-    def _opened(
-        self, request: TunnelRequest, shape: RequestShape | None, avoid: Sequence[ReplicaId]
-    ) -> Iterator[OpenCall]:
-        known: dict[str, Any] = {}
-        if shape is not None:
-            known = {"kind": shape.kind, "charge": self._estimator.estimate(shape)}
-            known["expected_output"] = self._estimator.expected_output(shape)
-        call = self._pool.open(request, avoid=avoid, **known)
-        try:
-            yield call
-        finally:
-            call.cancel()
+            send.num_tokens = num_tokens_of(arm.estimator, shape, meter)
+            learn(arm.estimator, shape, meter)
 
     async def _try_reply(self, call: OpenCall) -> Reply | None:
         """The reply up to its first byte, or None when the replica was lost before there was one."""
@@ -231,7 +222,7 @@ class FrontApp:
         except PoolUnavailableError as none:
             raise RequestError(503, f"No engine replica is available: {none}", code="no_replica") from none
 
-    async def _deliver(self, reply: Reply, send: "_WatchedSend", meter: ReplyMeter) -> bool:
+    async def _deliver(self, reply: Reply, send: Exchange, meter: ReplyMeter) -> bool:
         """Sends a reply whose first byte is there. Returns whether it was complete."""
         meter.see(reply.body)
         headers = [(name, value) for name, value in reply.headers if name.lower() not in HOP_HEADERS]
@@ -244,7 +235,7 @@ class FrontApp:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return complete
 
-    async def _relay(self, rest: AsyncIterator[Start | bytes], send: "_WatchedSend", meter: ReplyMeter) -> bool:
+    async def _relay(self, rest: AsyncIterator[Start | bytes], send: Exchange, meter: ReplyMeter) -> bool:
         try:
             async for chunk in rest:
                 if isinstance(chunk, bytes):
@@ -258,22 +249,30 @@ class FrontApp:
         return True
 
 
-class _WatchedSend:
-    """Passes messages on, and remembers how the answer went."""
+def _is_worth_another(arm: Arm, tries: Tries) -> bool:
+    """Whether an error that came before the first byte may be the replica's, and another one can be asked."""
+    return tries.has_just_failed and not tries.is_suspect and arm.keeper.has_another(tries.failed_on)
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status: int | None = None
-        self.is_cut = False
-        self.has_left = False
-        self.tap: Callable[[Message], Message] | None = None
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        if self.tap is not None:
-            message = self.tap(message)
-        await self._send(message)
+def _judge(arm: Arm, shape: RequestShape | None, tries: Tries, answered_by: ReplicaId | None) -> None:
+    # A request without a forward pass says nothing about an engine.
+    if shape is not None:
+        arm.keeper.ended(shape.kind, tries.failed_on, answered_by, tries.cause)
+
+
+@contextlib.contextmanager
+def _opened(
+    request: TunnelRequest, arm: Arm, shape: RequestShape | None, avoid: Sequence[ReplicaId]
+) -> Iterator[OpenCall]:
+    known: dict[str, Any] = {}
+    if shape is not None:
+        known = {"kind": shape.kind, "charge": arm.estimator.estimate(shape)}
+        known["expected_output"] = arm.estimator.expected_output(shape)
+    call = arm.pool.open(request, avoid=avoid, **known)
+    try:
+        yield call
+    finally:
+        call.cancel()
 
 
 async def _before_client_leaves(answer: Coroutine[Any, Any, None], receive: Receive) -> bool:
@@ -317,63 +316,80 @@ def _forwarded_headers(headers: list[Header], num_body_bytes: int) -> list[Heade
 
 
 class Front:
-    """The Serve deployment class: wires a Front's parts together, once Serve has given it a handle to the engines."""
+    """The Serve deployment class: wires a Front's parts together, once Serve has given it a handle to each arm's engines."""
 
-    def __init__(self, args: AppArgs, engines: DeploymentHandle[Any], num_fronts: int = 1) -> None:
+    def __init__(self, args: AppArgs, engines: Mapping[str, DeploymentHandle[Any]], num_fronts: int = 1) -> None:
+        """`engines` has a handle for each of `args.by_arm`."""
         self._id = serve.get_replica_context().replica_id.unique_id
-        pool = EnginePool(engines, self._id)
-        self._load = pool.state
-        self._live = LiveRouting(args, self._load)
-        rules = QuarantineRules(max_failures=args.health.max_failures)
-        self._keeper = PoolKeeper(pool, self._load, rules, make_probes(args), args.health.probe_timeout_s)
-        self._keeping: asyncio.Task[NoReturn] | None = None
-        metrics = FrontMetrics(lambda: self._live.topology, self._load.ledger)
-        parts = StatusParts(own=self.info, fronts=Peers().ask_all, serving=self._load.serving)
-        max_prompt = args.vllm.get("max_model_len")
-        estimator = ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None)
-        self._door: Door | None = None
-        if args.admission is not None:
-            self._door = Door(args.admission, num_fronts, self._load, estimator, metrics)
+        metrics, peers = FrontMetrics(), Peers()
+        accounts = None if args.admission is None else key_accounts(args.admission, num_fronts)
+        arms = [
+            _make_arm(name, of_arm, EnginePool(engines[name], self._id), accounts, metrics)
+            for name, of_arm in args.by_arm.items()
+        ]
+        for arm in arms:
+            metrics.follow(arm.name, lambda arm=arm: arm.topology, arm.state.ledger)
+        self._arms = LiveArms(args, arms)
+        self._keeping: list[asyncio.Task[NoReturn]] = []
+        parts = StatusParts(own=self.info, fronts=peers.ask_all, serving=self._arms.serving())
+        pools = {arm.name: arm.pool for arm in arms}
+        self._ab_page = AbPage(self._arms, peers.ask_all)
         self._app = FrontApp(
-            pool,
-            self._keeper,
+            self._arms,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
-            estimator,
             metrics,
-            StatusPages([pool], installed_versions(), self._id, metrics.text, parts),
-            self._door,
+            StatusPages(pools, installed_versions(), self._id, metrics.text, parts),
+            self._ab_page,
         )
 
     async def __serve_build_asgi_app__(self) -> FrontApp:
         """The app that Serve runs. Called once, on the event loop that the app will run on."""
-        self._keeping = asyncio.create_task(self._keeper.run())
+        self._keeping = [asyncio.create_task(arm.keeper.run()) for arm in self._arms]
         return self._app
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Changes topology, router rule and roles from the next request on. Never raises; `info` tells a refusal."""
-        self._live.change(user_config)
+        """Changes weights, mirror, topology, router rule and roles from the next request on. Never raises; `info` tells a
+        refusal."""
+        self._arms.change(user_config)
 
     async def take_report(self, report: ReplicaReport) -> float:
         """Called by the engine replicas while they have work. Returns how many seconds the next one should be apart."""
-        self._load.take_report(self._id, report)
-        if self._door is not None:
-            self._door.take_report(report)
-        return report_gap_s(len(self._load.replicas))
+        for arm in self._arms:
+            arm.state.take_report(self._id, report)  # an arm that the replica is not of ignores it
+            if arm.door is not None and report.replica in arm.state.replicas:
+                arm.door.take_report(report)
+        return report_gap_s(sum(len(arm.state.replicas) for arm in self._arms))
+
+    async def tell_slices(self) -> dict[str, Any]:
+        """What each arm did in the last hour, by this Front's requests; see `slices.merge_told`."""
+        return self._ab_page.told()
 
     async def info(self) -> dict[str, Any]:
         """What this Front goes by, what it has open, and the remaining tokens that it counts for it. JSON-able.
 
         `drift` is by how many tokens the last reports moved that count; `loads` has everybody's remaining tokens by replica.
+        With arms, each has its own under `arms`.
         """
-        ledger = self._load.ledger
-        return {
-            "front": self._id,
-            **self._live.describe(),
-            "replicas": list(self._load.replicas),
-            "routed": self._load.num_routed,
-            "open": ledger.num_open,
-            "tokens": ledger.num_own_tokens,
-            "quarantined": dict(self._load.quarantined),
-            "drift": ledger.num_drift_tokens,
-            "loads": dict(ledger.remaining_tokens),
-        }
+        by_arm = {arm.name: {"front": self._id, **arm.info()} for arm in self._arms}
+        if not self._arms.are_named:
+            return by_arm[""]
+        return {"front": self._id, **self._arms.describe(), "arms": by_arm}
+
+
+def _make_arm(name: str, args: AppArgs, pool: EnginePool, accounts: KeyAccounts | None, metrics: FrontMetrics) -> Arm:
+    rules = QuarantineRules(max_failures=args.health.max_failures)
+    max_prompt = args.vllm.get("max_model_len")
+    estimator = ChargeEstimator(max_prompt if isinstance(max_prompt, int) else None)
+    door = None
+    if args.admission is not None and accounts is not None:
+        door = Door(args.admission, accounts, pool.state, estimator, metrics)
+    return Arm(
+        name=name,
+        pool=pool,
+        keeper=PoolKeeper(pool, pool.state, rules, make_probes(args), args.health.probe_timeout_s),
+        estimator=estimator,
+        state=pool.state,
+        routing=LiveRouting(args, pool.state),
+        door=door,
+        num_gpus_per_replica=args.num_gpus_per_replica,
+    )

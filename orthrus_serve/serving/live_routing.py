@@ -6,8 +6,9 @@ replica whose `reconfigure` does. Leaves out the engines' policy, which changes 
 
 from typing import Any
 
+from orthrus_serve.config.arms import live_problems
 from orthrus_serve.config.load import parse_live
-from orthrus_serve.config.schema import AppArgs, FrontLiveSpec
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, RoutingSpec
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.topology import Topology, expand
@@ -19,14 +20,19 @@ log = event_log(__name__)
 
 
 class LiveRouting:
-    """The routing of one Front; writes rule and roles to the state that its router chooses by."""
+    """The routing of one Front to one pool; writes rule and roles to the state that its router chooses by.
+
+    Attributes:
+        refused: why the last change was refused, if it was.
+    """
 
     def __init__(self, args: AppArgs, state: RouterState) -> None:
-        """As `args` say. Raises ConfigError when they ask for what cannot be."""
+        """As `args` say: those of an application without arms, or of one arm. Raises ConfigError when they ask for what
+        cannot be."""
         self._args = args
         self._state = state
-        self._refused: str | None = None
-        self._set(self._expanded(FrontLiveSpec()))
+        self.refused: str | None = None
+        self.follow(self.planned(RoutingSpec()))
 
     @property
     def topology(self) -> TopologyName:
@@ -34,15 +40,20 @@ class LiveRouting:
         return self._topology.name
 
     def change(self, user_config: Any) -> None:
-        """Follows the Front's `user_config` from the next choice on. What it does not name is as `args` have it."""
+        """Follows the `user_config` of a Front without arms from the next choice on. What it does not name is as `args` have
+        it."""
         try:
-            topology = self._expanded(parse_live(user_config, ("user_config",), FrontLiveSpec))
+            live = parse_live(user_config, ("user_config",), FrontLiveSpec)
+            problems = live_problems(self._args, live, ("user_config",))
+            if problems:
+                raise ConfigError("\n".join(problems))
+            topology = self.planned(live)
         except ConfigError as error:
-            self._refused = str(error)
-            log.error("reconfigure_refused", reason=self._refused)  # noqa: TRY400 - a refusal, not a failure
+            self.refused = str(error)
+            log.error("reconfigure_refused", reason=self.refused)  # noqa: TRY400 - a refusal, not a failure
             return
-        self._refused = None
-        self._set(topology)
+        self.refused = None
+        self.follow(topology)
 
     def describe(self) -> dict[str, Any]:
         """What is in force, and why the last change was refused, if it was. JSON-able."""
@@ -51,10 +62,11 @@ class LiveRouting:
             "topology": self._topology.name,
             "rule": self._topology.router_rule,
             "dedicated": None if split is None else {"embed": split.embed, "generate": split.generate},
-            "refused": self._refused,
+            "refused": self.refused,
         }
 
-    def _expanded(self, live: FrontLiveSpec) -> Topology:
+    def planned(self, live: RoutingSpec) -> Topology:
+        """What would be in force. Raises ConfigError when it cannot be."""
         wanted = self._args.routed(live)
         return expand(
             wanted.topology or self._args.topology,
@@ -63,7 +75,8 @@ class LiveRouting:
             router_rule=wanted.rule,
         )
 
-    def _set(self, topology: Topology) -> None:
+    def follow(self, topology: Topology) -> None:
+        """Puts a planned topology in force."""
         # Two plain assignments, seen by the router's thread one after the other: a choice in between is a choice by either.
         self._topology = topology
         self._state.rule, self._state.split = topology.router_rule, topology.split

@@ -47,6 +47,33 @@ def live_status(
     }
 
 
+def arms_status(
+    own: Mapping[str, Any],
+    front_answers: Collection[Any],
+    engine_answers: Mapping[str, Collection[Any]],
+    serving: Mapping[str, Serving],
+) -> dict[str, Any]:
+    """The page of an application with arms: under `arms`, for each of them what `live_status` says of an application without.
+
+    Args: as those of `live_status`; the last two by arm.
+    """
+    fronts = [answer for answer in front_answers if isinstance(answer, Mapping)]
+    return {
+        **{key: own[key] for key in ("weights", "mirror")},
+        "fronts": [{key: value for key, value in front.items() if key != "arms"} for front in fronts],
+        "num_fronts_silent": len(front_answers) - len(fronts),
+        "arms": {
+            arm: live_status(
+                own["arms"][arm],
+                [answer["arms"][arm] if isinstance(answer, Mapping) else answer for answer in front_answers],
+                engine_answers[arm],
+                serving[arm],
+            )
+            for arm in own["arms"]
+        },
+    }
+
+
 def _engine(answer: Mapping[str, Any] | None) -> dict[str, Any]:
     if answer is None:
         return {"answered": False}

@@ -18,24 +18,25 @@ from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.step_plan import LANES, Lane
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.telemetry import catalog
-from orthrus_serve.telemetry.catalog import LABEL_VALUES, GoalName, GoalResult, Metric, Outcome, Refusal
+from orthrus_serve.telemetry.catalog import LABEL_VALUES, Copied, GoalName, GoalResult, Metric, Outcome, Refusal
 from orthrus_serve.types import RequestKind, TopologyName
 
 
 @dataclass(frozen=True)
 class Began:
-    """A request that arrived: when, and under which topology. It is counted there, also when the topology changes meanwhile."""
+    """A request that arrived: when, and under which arm and topology. It is counted there, also when the topology changes
+    meanwhile."""
 
     at_s: float
+    arm: str
     topology: TopologyName
 
 
 class FrontMetrics:
     """What one Front counts of the requests it answers."""
 
-    def __init__(self, topology: Callable[[], TopologyName], ledger: TokenLoadLedger) -> None:
-        self._topology = topology
-        self._ledger = ledger
+    def __init__(self) -> None:
+        self._followed: dict[str, tuple[Callable[[], TopologyName], TokenLoadLedger]] = {}
         self._registry = CollectorRegistry()
         charged, drift = catalog.CHARGED_TOKENS, catalog.DRIFT_TOKENS
         self._charged = Gauge(charged.name, charged.help, charged.labels, registry=self._registry)
@@ -47,18 +48,27 @@ class FrontMetrics:
         refusals, goals = catalog.REFUSALS, catalog.GOALS
         self._refusals = Counter(refusals.name, refusals.help, refusals.labels, registry=self._registry)
         self._goals = Counter(goals.name, goals.help, goals.labels, registry=self._registry)
+        copies = catalog.MIRRORED
+        self._mirrored = Counter(copies.name, copies.help, copies.labels, registry=self._registry)
 
-    def began(self, kind: RequestKind) -> Began:
+    def follow(self, arm: str, topology: Callable[[], TopologyName], ledger: TokenLoadLedger) -> None:
+        """From now on what `ledger` holds is told under that arm and the topology then in force."""
+        self._followed[arm] = topology, ledger
+
+    def began(self, kind: RequestKind, arm: str, topology: TopologyName) -> Began:
         """A request arrived. Returns what is to be given to `ended`."""
-        began = Began(time.monotonic(), self._topology())
-        self._open.labels(began.topology, kind).inc()
-        return began
+        self._open.labels(arm, topology, kind).inc()
+        return Began(time.monotonic(), arm, topology)
 
     def ended(self, kind: RequestKind, began: Began, outcome: Outcome) -> None:
         """The request ended, in one of the ways that the catalogue names."""
-        self._open.labels(began.topology, kind).dec()
-        self._ended.labels(began.topology, kind, outcome).inc()
-        self._took.labels(began.topology, kind).observe(time.monotonic() - began.at_s)
+        self._open.labels(began.arm, began.topology, kind).dec()
+        self._ended.labels(began.arm, began.topology, kind, outcome).inc()
+        self._took.labels(began.arm, began.topology, kind).observe(time.monotonic() - began.at_s)
+
+    def mirrored(self, arm: str, kind: RequestKind, copied: Copied) -> None:
+        """A copy for `arm` ended, or was not made."""
+        self._mirrored.labels(arm, kind, copied).inc()
 
     def refused(self, kind: RequestKind, reason: Refusal) -> None:
         """A request was not let in."""
@@ -70,12 +80,11 @@ class FrontMetrics:
 
     def text(self) -> str:
         """Everything counted so far, as Prometheus text."""
-        for gauge, tokens in (
-            (self._charged, self._ledger.num_own_tokens),
-            (self._drift, self._ledger.num_drift_tokens),
-        ):
+        for gauge in (self._charged, self._drift):
             gauge.clear()  # of a topology that is in force no more
-            gauge.labels(self._topology()).set(tokens)
+        for arm, (topology, ledger) in self._followed.items():
+            self._charged.labels(arm, topology()).set(ledger.num_own_tokens)
+            self._drift.labels(arm, topology()).set(ledger.num_drift_tokens)
         return generate_latest(self._registry).decode()
 
 

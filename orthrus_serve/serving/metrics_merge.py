@@ -31,13 +31,17 @@ class _Families(Collector):
         return iter(self._families)
 
 
-def merge_metrics(texts: Mapping[str, str], label: str = "replica") -> MergedMetrics:
+def merge_metrics(
+    texts: Mapping[str, str], label: str = "replica", more: Mapping[str, Mapping[str, str]] | None = None
+) -> MergedMetrics:
     """One Prometheus text from several.
 
     Args:
         texts: exposition text by source; the source's name becomes the label's value.
         label: a sample that has this label already keeps its own.
+        more: other labels, by source.
     """
+    more = more or {}
     families: dict[str, Metric] = {}
     unreadable: list[str] = []
     for source, text in texts.items():
@@ -54,12 +58,11 @@ def merge_metrics(texts: Mapping[str, str], label: str = "replica") -> MergedMet
             _add(
                 families.setdefault(family.name, Metric(family.name, family.documentation, family.type)),
                 family,
-                source,
-                label,
+                {label: source, **more.get(source, {})},
             )
     return MergedMetrics(generate_latest(_Families(families.values())), tuple(unreadable))
 
 
-def _add(merged: Metric, family: Metric, source: str, label: str) -> None:
+def _add(merged: Metric, family: Metric, labels: Mapping[str, str]) -> None:
     for sample in family.samples:
-        merged.samples.append(sample._replace(labels={label: source, **sample.labels}))
+        merged.samples.append(sample._replace(labels={**labels, **sample.labels}))

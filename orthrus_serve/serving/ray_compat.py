@@ -5,13 +5,17 @@ Leaves out what is public (`serve.deployment`, handles, `ray.serve.request_route
 """
 
 import asyncio
+import contextvars
 import inspect
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.context import _get_serve_request_context as get_serve_request_context
+from ray.serve.context import _RequestContext as RequestContext
+from ray.serve.context import _serve_request_context as serve_request_context
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -84,6 +88,19 @@ def deployment_behind(handle: DeploymentHandle[Any]) -> str:
 def current_request_id() -> str:
     """Inside a replica, the id of the request that it works on: as `request_id_of` in the router that sent it."""
     return get_serve_request_context()._internal_request_id
+
+
+def in_own_request_context(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Runs `work` as a task that is another request to Serve than the one that this is called in: with an id of its own, and
+    not cancelled with it."""
+    own = contextvars.copy_context()
+    request_id = uuid.uuid4().hex
+    app_name = get_serve_request_context().app_name
+    context: Any = RequestContext
+    own.run(
+        serve_request_context.set, context(request_id=request_id, _internal_request_id=request_id, app_name=app_name)
+    )
+    return asyncio.get_running_loop().create_task(work, context=own)
 
 
 async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:

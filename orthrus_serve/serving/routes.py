@@ -15,6 +15,7 @@ class Target(Enum):
     HEALTH = "health"
     METRICS = "metrics"
     STATUS = "status"
+    AB = "ab"
     VERSION = "version"
 
 
@@ -30,6 +31,7 @@ ROUTES: dict[str, tuple[str, Target]] = {
     "/v1/health": ("GET", Target.HEALTH),
     "/metrics": ("GET", Target.METRICS),
     "/status": ("GET", Target.STATUS),
+    "/ab": ("GET", Target.AB),
 }
 
 # Known from OpenAI or vLLM, not served here yet; named so that the answer says more than "unknown".

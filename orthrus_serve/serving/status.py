@@ -14,7 +14,7 @@ from typing import Any
 
 import orthrus_serve
 from orthrus_serve.serving.error_shape import JSON_HEADERS
-from orthrus_serve.serving.live_status import Serving, live_status
+from orthrus_serve.serving.live_status import Serving, arms_status, live_status
 from orthrus_serve.serving.metrics_merge import merge_metrics
 from orthrus_serve.serving.pool import Pool
 from orthrus_serve.serving.tunnel import Header
@@ -31,11 +31,11 @@ METRICS_HEADERS: list[Header] = [(b"content-type", b"text/plain; version=0.0.4; 
 
 @dataclass(frozen=True)
 class StatusParts:
-    """Where `/status` has its answers from: this Front's own `info`, that of all Fronts, and its roles."""
+    """Where `/status` has its answers from: this Front's own `info`, that of all Fronts, and its roles by arm."""
 
     own: Callable[[], Awaitable[Mapping[str, Any]]]
     fronts: Callable[[str, float], Awaitable[list[Any]]]
-    serving: Serving
+    serving: Mapping[str, Serving]
 
 
 class StatusPages:
@@ -43,7 +43,7 @@ class StatusPages:
 
     def __init__(
         self,
-        pools: list[Pool],
+        pools: Mapping[str, Pool],
         versions: Mapping[str, str],
         front_id: str,
         own_metrics: Callable[[], str],
@@ -51,13 +51,14 @@ class StatusPages:
     ) -> None:
         """
         Args:
+            pools: by arm; without arms, the only one has an empty name.
             versions: what `/version` shows; the key `version` is vLLM's, as on vLLM's own page.
             front_id: value of the `replica` label of this Front's own metrics.
             own_metrics: this Front's metrics as Prometheus text.
             parts: what `/status` is made of.
         """
         self._parts = parts
-        self._pools = pools
+        self._pools = dict(pools)
         self._versions = dict(versions)
         self._front_id = front_id
         self._own_metrics = own_metrics
@@ -73,7 +74,7 @@ class StatusPages:
         return self._health[1]
 
     async def _ask_health(self) -> Page:
-        pools = {pool.name: _pool_health(await pool.ask_all("health", ASK_TIMEOUT_S)) for pool in self._pools}
+        pools = {pool.name: _pool_health(await pool.ask_all("health", ASK_TIMEOUT_S)) for pool in self._pools.values()}
         is_well = all(pool["healthy"] > 0 for pool in pools.values())
         body = {"status": "ok" if is_well else "unavailable", "pools": pools}
         return (200 if is_well else 503), list(JSON_HEADERS), json.dumps(body).encode()
@@ -81,13 +82,15 @@ class StatusPages:
     async def metrics(self) -> Page:
         """The metrics of all replicas of all pools and of this Front, each sample with the label `replica`."""
         texts = {self._front_id: self._own_metrics()}
-        for pool in self._pools:
+        arms: dict[str, dict[str, str]] = {}
+        for arm, pool in self._pools.items():
             for answer in await pool.ask_all("metrics", ASK_TIMEOUT_S):
                 if isinstance(answer, BaseException):
                     log.warning("metrics_missing", pool=pool.name, cause=repr(answer))
                 else:
                     texts[answer["replica"]] = answer["text"]
-        merged = merge_metrics(texts)
+                    arms[answer["replica"]] = {"arm": arm} if arm else {}
+        merged = merge_metrics(texts, more=arms)
         if merged.unreadable:
             log.warning("metrics_unreadable", replicas=" ".join(merged.unreadable))
         return 200, METRICS_HEADERS, merged.text
@@ -96,12 +99,15 @@ class StatusPages:
         """What is in force, by every Front and every engine replica."""
         asked = [
             self._parts.fronts("info", ASK_TIMEOUT_S),
-            *(pool.ask_all("info", ASK_TIMEOUT_S) for pool in self._pools),
+            *(pool.ask_all("info", ASK_TIMEOUT_S) for pool in self._pools.values()),
         ]
-        fronts, *engines = await asyncio.gather(*asked)
-        body = live_status(
-            await self._parts.own(), fronts, [one for pool in engines for one in pool], self._parts.serving
-        )
+        fronts, *answers = await asyncio.gather(*asked)
+        engines = dict(zip(self._pools, answers, strict=True))
+        own, serving = await self._parts.own(), self._parts.serving
+        if "" in self._pools:
+            body = live_status(own, fronts, engines[""], serving[""])
+        else:
+            body = arms_status(own, fronts, engines, serving)
         return 200, list(JSON_HEADERS), json.dumps(body).encode()
 
     def version(self) -> Page:

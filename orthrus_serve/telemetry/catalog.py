@@ -40,11 +40,17 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-# The values that each label may take; a label that is not here does not exist.
+# What became of a copy that was made for another arm: as a request ends, or not made for want of room.
+Copied = Literal["ok", "invalid", "overloaded", "cancelled", "failed", "dropped"]
+
+# The values that each label may take; a label that is not here does not exist. `arm` takes the names of the configuration, or
+# is empty where there are no arms.
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "kind": get_args(RequestKind),
     "goal": get_args(GoalName),
+    "arm": (),
     "outcome": get_args(Outcome),
+    "copied": get_args(Copied),
     "part": get_args(StepPart),
     "policy": get_args(PolicyName),
     "reason": get_args(Refusal),
@@ -90,18 +96,33 @@ POLICY_INFO = Metric(
     "1 for the scheduler policy in force, else 0.",
 )
 REQUESTS = Metric(
-    "orthrus_requests_total", "counter", "requests", ("topology", "kind", "outcome"), "Requests ended, by outcome."
+    "orthrus_requests_total",
+    "counter",
+    "requests",
+    ("arm", "topology", "kind", "outcome"),
+    "Requests ended, by outcome.",
 )
 REQUEST_DURATION = Metric(
     "orthrus_request_duration_seconds",
     "histogram",
     "seconds",
-    ("topology", "kind"),
+    ("arm", "topology", "kind"),
     "From the arrival of a request at a Front to the last byte of its answer.",
     buckets=DURATION_BUCKETS_S,
 )
 IN_FLIGHT = Metric(
-    "orthrus_front_in_flight_requests", "gauge", "requests", ("topology", "kind"), "Requests that a Front has open."
+    "orthrus_front_in_flight_requests",
+    "gauge",
+    "requests",
+    ("arm", "topology", "kind"),
+    "Requests that a Front has open.",
+)
+MIRRORED = Metric(
+    "orthrus_mirrored_requests_total",
+    "counter",
+    "requests",
+    ("arm", "kind", "copied"),
+    "Copies of requests made for an arm, by what became of them.",
 )
 
 REFUSALS = Metric(
@@ -118,14 +139,14 @@ CHARGED_TOKENS = Metric(
     "orthrus_front_charged_tokens",
     "gauge",
     "tokens",
-    ("topology",),
+    ("arm", "topology"),
     "Remaining tokens that a Front counts for the requests it has open, as the replicas' reports correct them.",
 )
 DRIFT_TOKENS = Metric(
     "orthrus_front_drift_tokens",
     "gauge",
     "tokens",
-    ("topology",),
+    ("arm", "topology"),
     "By how much the last report of each replica moved what the Front had counted, up or down.",
 )
 
@@ -146,4 +167,5 @@ CATALOG: tuple[Metric, ...] = (
     GOALS,
     CHARGED_TOKENS,
     DRIFT_TOKENS,
+    MIRRORED,
 )

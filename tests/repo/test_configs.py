@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from orthrus_serve.config.load import read_serve_file
-from orthrus_serve.ops.plan import topology_of
+from orthrus_serve.ops.plan import num_fronts
 from orthrus_serve.types import TopologyName
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -61,5 +61,14 @@ def test_cuda_graphs_cover_the_mixed_step():
 def test_what_a_cpu_file_reserves_fits_on_two_cores(file):
     (application,) = read_serve_file(file).applications
     args = application.args
-    fronts = topology_of(args).num_fronts
-    assert args.num_replicas * args.num_cpus_per_replica + fronts * args.front.num_cpus <= 2
+    fronts = num_fronts(args)
+    assert args.most_replicas * args.num_cpus_per_replica + fronts * args.front.num_cpus <= 2
+
+
+@pytest.mark.parametrize(("base", "name"), [("orthrus.yaml", "ab.yaml"), ("cpu.yaml", "cpu-ab.yaml")])
+def test_arms_have_the_engines_of_the_single_topology(base, name):
+    (one,), (two,) = read_serve_file(CONFIGS / base).applications, read_serve_file(CONFIGS / name).applications
+    for arm in two.args.by_arm.values():
+        same = ("model", "adapters", "engine", "limits", "vllm", "num_gpus_per_replica")
+        assert {key: getattr(arm, key) for key in same} == {key: getattr(one.args, key) for key in same}
+    assert two.args.most_replicas == (4 if name == "ab.yaml" else 2)

@@ -24,7 +24,7 @@ ARGS: dict[str, Any] = {
 def deployments(**changes: Any) -> tuple[Any, Any]:
     application: Any = build({**ARGS, **changes})
     front = application._bound_deployment
-    return front, front.init_args[1]._bound_deployment
+    return front, front.init_args[1][""]._bound_deployment
 
 
 def test_engines_are_one_gpu_each_and_there_is_a_front_for_two_of_them() -> None:

@@ -8,9 +8,8 @@ import pytest
 from orthrus_serve.config.schema import AdmissionSpec
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator
-from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.service_rate import Done
-from orthrus_serve.serving.admission import Door, TurnedAwayError, Visit, _duration
+from orthrus_serve.serving.admission import Door, TurnedAwayError, Visit, _duration, key_accounts
 from orthrus_serve.serving.engine_reports import ReplicaReport, done_by
 from orthrus_serve.serving.front import _forwarded_headers
 from orthrus_serve.serving.metrics_export import FrontMetrics
@@ -25,9 +24,10 @@ class Entrance:
     """A door to one replica that computes 1000 tokens a second."""
 
     def __init__(self, spec: dict[str, Any], is_known: bool = True) -> None:
-        self.metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
+        self.metrics = FrontMetrics()
         self.load = RouterState(replicas=(R1,))
-        self.door = Door(AdmissionSpec.model_validate(spec), 1, self.load, ChargeEstimator(), self.metrics)
+        admission = AdmissionSpec.model_validate(spec)
+        self.door = Door(admission, key_accounts(admission, 1), self.load, ChargeEstimator(), self.metrics)
         if is_known:
             self.door.take_report(ReplicaReport("r1", {}, Done({"embed": 1000}, 10, 1.0)))
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.policy.charge import ChargeEstimator
-from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.quarantine import QuarantineRules
+from orthrus_serve.serving.ab_page import AbPage
 from orthrus_serve.serving.front import FrontApp, FrontLimits
+from orthrus_serve.serving.live_arms import Arm, LiveArms
+from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.pool import PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.pool_keeper import PoolKeeper
@@ -74,6 +77,7 @@ class ScriptedPool:
         return self._answers
 
 
+ARGS = {"topology": "orthrus", "model": {"path": "/m"}, "adapters": {"e": {"path": "/a"}}}
 FRONT = {
     "front": "front-1", "topology": "orthrus", "rule": "round_robin", "dedicated": None, "refused": None,
     "replicas": ["r1"], "quarantined": {}, "routed": 3, "open": 0, "tokens": 0,
@@ -92,13 +96,16 @@ class Client:
     """One HTTP exchange with a Front, as an ASGI server would have it."""
 
     def __init__(self, pool: ScriptedPool, max_body_bytes: int = 1000) -> None:
-        self.metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
-        parts = StatusParts(own=own_info, fronts=all_fronts, serving=lambda _, replicas: replicas)
-        pages = StatusPages([pool], {"version": "0"}, "front-1", self.metrics.text, parts)
+        self.metrics = FrontMetrics()
+        parts = StatusParts(own=own_info, fronts=all_fronts, serving={"": lambda _, replicas: replicas})
+        pages = StatusPages({"": pool}, {"version": "0"}, "front-1", self.metrics.text, parts)
         limits = FrontLimits(max_body_bytes)
         self.state = RouterState(replicas=REPLICAS)
         self.keeper = PoolKeeper(pool, self.state, QuarantineRules(max_failures=1), {}, probe_timeout_s=1.0)
-        self._app = FrontApp(pool, self.keeper, limits, ChargeEstimator(), self.metrics, pages)
+        args = AppArgs.model_validate(ARGS)
+        arm = Arm("", pool, self.keeper, ChargeEstimator(), self.state, LiveRouting(args, self.state))
+        arms = LiveArms(args, [arm])
+        self._app = FrontApp(arms, limits, self.metrics, pages, AbPage(arms, all_fronts))
         self.left = asyncio.Event()
         self.status: int | None = None
         self.headers: dict[bytes, bytes] = {}

@@ -60,30 +60,28 @@ def test_after_a_switch_old_counts_keep_their_topology_and_new_ones_have_the_new
     assert not any('running_requests{topology="orthrus"}' in line for line in lines)
 
 
-def test_a_request_that_is_open_during_a_switch_is_counted_where_it_began() -> None:
-    topology: list[TopologyName] = ["orthrus"]
-    metrics = FrontMetrics(lambda: topology[-1], TokenLoadLedger())
-    began = metrics.began("embed")
-    topology.append("dedicated")
+def test_a_request_is_counted_under_the_arm_and_the_topology_where_it_began() -> None:
+    metrics = FrontMetrics()
+    began = metrics.began("embed", "a", "orthrus")
     metrics.ended("embed", began, "ok")
     lines = metrics.text().splitlines()
-    assert 'orthrus_front_in_flight_requests{kind="embed",topology="orthrus"} 0.0' in lines
-    assert 'orthrus_requests_total{kind="embed",outcome="ok",topology="orthrus"} 1.0' in lines
-    assert not any('topology="dedicated"' in line for line in lines if "request" in line)
+    assert 'orthrus_front_in_flight_requests{arm="a",kind="embed",topology="orthrus"} 0.0' in lines
+    assert 'orthrus_requests_total{arm="a",kind="embed",outcome="ok",topology="orthrus"} 1.0' in lines
 
 
 def test_what_a_front_has_charged_is_under_the_topology_in_force_only() -> None:
     topology: list[TopologyName] = ["orthrus"]
     ledger = TokenLoadLedger()
-    metrics = FrontMetrics(lambda: topology[-1], ledger)
+    metrics = FrontMetrics()
+    metrics.follow("a", lambda: topology[-1], ledger)
     ledger.charge(RequestId("r"), ReplicaId("a"), 100)
     ledger.correct(ReplicaId("a"), {RequestId("r"): 30})
-    assert 'orthrus_front_charged_tokens{topology="orthrus"} 30.0' in metrics.text().splitlines()
+    assert 'orthrus_front_charged_tokens{arm="a",topology="orthrus"} 30.0' in metrics.text().splitlines()
     topology.append("dedicated")
     gauges = [line for line in metrics.text().splitlines() if line.startswith("orthrus_front_") and "tokens" in line]
     assert gauges == [
-        'orthrus_front_charged_tokens{topology="dedicated"} 30.0',
-        'orthrus_front_drift_tokens{topology="dedicated"} 70.0',
+        'orthrus_front_charged_tokens{arm="a",topology="dedicated"} 30.0',
+        'orthrus_front_drift_tokens{arm="a",topology="dedicated"} 70.0',
     ]
 
 
@@ -96,8 +94,10 @@ def test_before_its_first_report_an_engine_has_no_metrics() -> None:
 def test_every_metric_of_the_catalogue_is_published() -> None:
     registry = CollectorRegistry()
     registry.register(EngineReportCollector(seen(REPORT), lambda: REPORT))
-    front = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
-    front.ended("embed", front.began("embed"), "ok")
+    front = FrontMetrics()
+    front.follow("", lambda: "orthrus", TokenLoadLedger())
+    front.mirrored("a", "embed", "ok")
+    front.ended("embed", front.began("embed", "", "orthrus"), "ok")
     front.refused("embed", "saturated")
     front.goal("embed", "e2e", "met")
     text = generate_latest(registry).decode() + front.text()
@@ -105,15 +105,18 @@ def test_every_metric_of_the_catalogue_is_published() -> None:
 
 
 def test_merging_keeps_histograms_escapes_and_labels() -> None:
-    metrics = FrontMetrics(lambda: "orthrus", TokenLoadLedger())
-    metrics.ended("embed", metrics.began("embed"), "ok")
+    metrics = FrontMetrics()
+    metrics.ended("embed", metrics.began("embed", "", "orthrus"), "ok")
     odd = '# HELP m "a" \\\\ b\n# TYPE m gauge\nm{path="C:\\\\x\\"y\\nz",replica="own"} NaN\n'
     merged = merge_metrics({"f": metrics.text(), "r": odd})
     lines = merged.text.decode().splitlines()
     assert merged.unreadable == ()
     assert 'm{path="C:\\\\x\\"y\\nz",replica="own"} NaN' in lines
-    assert 'orthrus_request_duration_seconds_bucket{kind="embed",le="+Inf",replica="f",topology="orthrus"} 1.0' in lines
-    assert 'orthrus_front_in_flight_requests{kind="embed",replica="f",topology="orthrus"} 0.0' in lines
+    assert (
+        'orthrus_request_duration_seconds_bucket{arm="",kind="embed",le="+Inf",replica="f",topology="orthrus"} 1.0'
+        in lines
+    )
+    assert 'orthrus_front_in_flight_requests{arm="",kind="embed",replica="f",topology="orthrus"} 0.0' in lines
     assert "_created" not in merged.text.decode()
 
 
