@@ -17,7 +17,7 @@ from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.key_limits import KeyAccounts, KeyLimits, OverLimit, Taken
 from orthrus_serve.policy.service_rate import PoolRates
 from orthrus_serve.serving.asgi_io import header
-from orthrus_serve.serving.charging import ReplyMeter, shape_of_request
+from orthrus_serve.serving.charging import ReplyMeter
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.router_state import RouterState
@@ -108,17 +108,14 @@ class Door:
         self._estimator = estimator
         self._metrics = metrics
 
-    def enter(self, request: TunnelRequest, headers: Sequence[Header]) -> Visit | None:
-        """Lets a request in, until `Visit.leave`; None for one without a forward pass. Whoever is let in must be routed
-        before anything is awaited, so that the next one sees its load.
+    def enter(self, request: TunnelRequest, shape: RequestShape, headers: Sequence[Header]) -> Visit:
+        """Lets a request in, until `Visit.leave`. Whoever is let in must be routed before anything is awaited, so that the
+        next one sees its load.
 
         Raises:
             TurnedAwayError: 429 over the key's own limit, 503 when its goal would not be met.
             RequestError: 400, a header that cannot be read.
         """
-        shape = shape_of_request(request.path, request.body)
-        if shape is None:
-            return None
         now_s = time.monotonic()
         key = _key_of(headers)
         asked = self._asked(shape, request, headers, key)

@@ -109,6 +109,7 @@ class FrontApp:
         try:
             arm = self._arms.choose(scope["headers"])
         except RequestError as error:
+            self._metrics.refused(kind, "unknown_arm")
             await send_error(send, error)
             return
         exchange.arm = arm.name
@@ -164,20 +165,20 @@ class FrontApp:
             await send_whole(send, *self._pages.version())
 
     async def _admit_and_answer(self, request: TunnelRequest, headers: list[Header], arm: Arm, send: Exchange) -> None:
-        visit = arm.door.enter(request, headers) if arm.door is not None else None
-        if request.path in CHARGED_ROUTES:
-            self._mirrors.copy(request, CHARGED_ROUTES[request.path][0], arm)
+        shape = shape_of_request(request.path, request.body)
+        visit = None if arm.door is None or shape is None else arm.door.enter(request, shape, headers)
+        if shape is not None:
+            self._mirrors.copy(request, shape, arm)
         if visit is None:
-            await self._answer(request, arm, send)
+            await self._answer(request, shape, arm, send)
             return
         send.tap = visit.saw
         try:
-            await self._answer(request, arm, send)  # charged before anything is awaited
+            await self._answer(request, shape, arm, send)  # charged before anything is awaited
         finally:
             visit.leave()
 
-    async def _answer(self, request: TunnelRequest, arm: Arm, send: Exchange) -> None:
-        shape = shape_of_request(request.path, request.body)
+    async def _answer(self, request: TunnelRequest, shape: RequestShape | None, arm: Arm, send: Exchange) -> None:
         tries = Tries()
         for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from orthrus_serve.errors import RequestError
+from orthrus_serve.policy.charge import RequestShape
 from orthrus_serve.policy.slices import Ended
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.exchange import Exchange
@@ -29,7 +30,7 @@ MAX_COPIES = 128
 # Ends of requests that say something about an arm. A client's mistake, and its leaving, do not.
 COMPARED: frozenset[Outcome] = frozenset({"ok", "overloaded", "failed"})
 
-Answer = Callable[[TunnelRequest, Arm, Exchange], Coroutine[Any, Any, None]]
+Answer = Callable[[TunnelRequest, RequestShape | None, Arm, Exchange], Coroutine[Any, Any, None]]
 Detach = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -52,24 +53,24 @@ class Mirrors:
         self._detach = detach
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def copy(self, request: TunnelRequest, kind: RequestKind, arm: Arm) -> None:
+    def copy(self, request: TunnelRequest, shape: RequestShape, arm: Arm) -> None:
         """Sends a copy to the arm that mirrors `arm`, if it is this request's turn. Returns at once, never raises."""
         target = self._arms.mirror_of(arm)
         if target is None:
             return
         if len(self._tasks) >= self._max_copies:
-            self._metrics.mirrored(target.name, kind, "dropped")
+            self._metrics.mirrored(target.name, shape.kind, "dropped")
             return
         headers = [(name, value) for name, value in request.headers if name != b"x-request-id"]
         headers.append((b"x-request-id", f"mirror-{uuid.uuid4().hex}".encode()))
-        task = self._detach(self._run(replace(request, headers=headers), kind, target))
+        task = self._detach(self._run(replace(request, headers=headers), shape, target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, request: TunnelRequest, kind: RequestKind, arm: Arm) -> None:
-        began_s, exchange = time.monotonic(), Exchange(_discard)
+    async def _run(self, request: TunnelRequest, shape: RequestShape, arm: Arm) -> None:
+        began_s, exchange, kind = time.monotonic(), Exchange(_discard), shape.kind
         try:
-            await self._answer(request, arm, exchange)
+            await self._answer(request, shape, arm, exchange)
         except RequestError as error:
             exchange.status = exchange.status or error.status
         except Exception as error:  # noqa: BLE001 - nobody waits for it

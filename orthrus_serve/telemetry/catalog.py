@@ -16,9 +16,15 @@ Unit = Literal["steps", "tokens", "requests", "seconds", "info", "refusals", "go
 
 # How a request ended: answered · refused by a 4xx · refused for lack of room · the client left · an error of ours.
 Outcome = Literal["ok", "invalid", "overloaded", "cancelled", "failed"]
-# Why a request was not let in: its key's own limit, or that its goal would not be met.
+# Why a request was not let in: its key's own limit, that its goal would not be met, or that it named no arm there is.
 Refusal = Literal[
-    "requests_per_minute", "tokens_per_minute", "in_flight_tokens", "saturated", "warming_up", "goal_unreachable"
+    "requests_per_minute",
+    "tokens_per_minute",
+    "in_flight_tokens",
+    "saturated",
+    "warming_up",
+    "goal_unreachable",
+    "unknown_arm",
 ]
 GoalName = Literal["ttft", "e2e"]
 GoalResult = Literal["met", "missed"]

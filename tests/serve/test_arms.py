@@ -77,6 +77,7 @@ def test_an_arm_can_be_forced_and_an_unknown_one_is_a_400(ab: App, client: httpx
     assert pids["old"] != pids["new"]
     answer = client.post(EMBED, json={"input": "a"}, headers={"X-Orthrus-Arm": "newer"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_arm")
+    until(lambda: 'reason="unknown_arm"' in client.get("/metrics").text)  # one of two Fronts answers
     stream = {"prompt": "x", "stream": True}
     assert client.post(COMPLETE, json=stream, headers={"X-Orthrus-Arm": "new"}).headers["x-orthrus-arm"] == "new"
     assert client.get("/v1/models", headers={"X-Orthrus-Arm": "new"}).headers["x-orthrus-arm"] == "new"

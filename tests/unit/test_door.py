@@ -10,6 +10,7 @@ from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator
 from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.serving.admission import Door, TurnedAwayError, Visit, _duration, key_accounts
+from orthrus_serve.serving.charging import shape_of_request
 from orthrus_serve.serving.engine_reports import ReplicaReport, done_by
 from orthrus_serve.serving.front import _forwarded_headers
 from orthrus_serve.serving.metrics_export import FrontMetrics
@@ -35,9 +36,9 @@ class Entrance:
         body = json.dumps({"input": [[1] * num_tokens]}).encode()
         request = TunnelRequest("POST", "/v1/embeddings", b"", [], body)
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        visit = self.door.enter(request, given)
-        assert visit is not None
-        return visit
+        shape = shape_of_request(request.path, request.body)
+        assert shape is not None
+        return self.door.enter(request, shape, given)
 
     def hold(self, num_tokens: int) -> None:
         self.load.ledger.charge(RequestId("other"), R1, num_tokens)

@@ -9,7 +9,7 @@ from ray.serve.context import _get_serve_request_context as request_context
 
 from orthrus_serve.config.load import parse_args
 from orthrus_serve.errors import RequestError
-from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.serving.exchange import Exchange
 from orthrus_serve.serving.live_arms import Arm, LiveArms
 from orthrus_serve.serving.live_routing import LiveRouting
@@ -24,6 +24,7 @@ ARGS: dict[str, Any] = {
     "arms": {"old": {"topology": "hetero_fcfs"}, "new": {"topology": "orthrus"}},
 }
 REQUEST = TunnelRequest("POST", "/v1/embeddings", b"", [(b"x-request-id", b"mine"), (b"accept", b"*/*")], b"{}")
+SHAPE = RequestShape("embed", body_bytes=2)
 
 
 class Copies:
@@ -44,7 +45,7 @@ class Copies:
         self.go_on = asyncio.Event()
         self.mirrors = Mirrors(self.answer, self.arms, self.metrics, max_copies)
 
-    async def answer(self, request: TunnelRequest, arm: Arm, exchange: Exchange) -> None:
+    async def answer(self, request: TunnelRequest, _shape: RequestShape | None, arm: Arm, exchange: Exchange) -> None:
         self.asked.append((request, arm.name, request_context()._internal_request_id))
         await self.go_on.wait()
         if self.error is not None:
@@ -56,7 +57,7 @@ class Copies:
         source = self.arms.named(arm)
         assert source is not None
         for _ in range(count):
-            self.mirrors.copy(REQUEST, "embed", source)
+            self.mirrors.copy(REQUEST, SHAPE, source)
         await asyncio.sleep(0)
 
     def counted(self, copied: str) -> bool:
