@@ -6,6 +6,10 @@ CONFIG ?= configs/cpu.yaml
 BASE_URL ?= http://127.0.0.1:8000
 PYTEST_ARGS ?=
 
+# What configs/orthrus.yaml and its twins serve, for the job that fills a cluster's volume.
+FETCH := --fetch 'mistralai/Mistral-7B-v0.1=~/models/Mistral-7B-v0.1' \
+         --fetch 'intfloat/e5-mistral-7b-instruct:lora/*=~/models/e5-mistral-7b-instruct'
+
 VENV := .venv
 PY := $(VENV)/bin/python
 ORTHRUS := $(VENV)/bin/orthrus-serve
@@ -14,7 +18,7 @@ SERVER := $(PY) -m orthrus_serve.ops.local_server
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: fuzz help setup setup-dev model run demo stop lint check test test-unit test-repo test-engine test-serve format
+.PHONY: fuzz help setup setup-dev model run demo stop lint check test test-unit test-repo test-engine test-serve format manifests
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +68,10 @@ lint: setup-dev ## Format, lint, types and layers, without tests
 format: setup-dev ## Rewrite the sources as `make check` wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+manifests: setup ## Make deploy/kuberay/ anew from configs/
+	@$(ORTHRUS) manifests configs/orthrus.yaml --gpus 1 2 4 8 --out deploy/kuberay $(FETCH)
+	@$(ORTHRUS) manifests configs/dedicated.yaml --gpus 4 --out deploy/kuberay $(FETCH)
 
 model: setup ## Fetch the demo model, its adapter and its corpus (skips what is there)
 	@$(ORTHRUS) model fetch

@@ -44,6 +44,14 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("file", help="Serve file, such as configs/orthrus.yaml")
     plan.set_defaults(run=_plan, takes_rest=False)
 
+    manifests = verbs.add_parser(
+        "manifests", add_help=False, help="print or write the Kubernetes objects that run a Serve file with KubeRay"
+    )
+    manifests.set_defaults(run=_manifests, takes_rest=True)
+
+    size = verbs.add_parser("size", add_help=False, help="print what fits on which GPU: tokens, requests, rate")
+    size.set_defaults(run=_size, takes_rest=True)
+
     vllm_args = verbs.add_parser(
         "vllm-args", help="print the `vllm serve` command line that serves one engine without Ray"
     )
@@ -113,6 +121,18 @@ def _plan(args: argparse.Namespace, _rest: list[str]) -> int:
 
     print("\n".join(plan_lines(read_serve_file(args.file))))
     return EXIT_OK
+
+
+def _manifests(_args: argparse.Namespace, rest: list[str]) -> int:
+    from orthrus_serve.ops import manifest_command
+
+    return manifest_command.main(rest)
+
+
+def _size(_args: argparse.Namespace, rest: list[str]) -> int:
+    from orthrus_serve.ops import size_table
+
+    return size_table.main(rest)
 
 
 def _vllm_args(args: argparse.Namespace, _rest: list[str]) -> int:
