@@ -29,6 +29,7 @@ from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import served_by
+from orthrus_serve.serving.status import log_start
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
@@ -151,6 +152,7 @@ class EngineReplica:
         self._sender = ReportSender(self._own_report, ray_compat.tell_fronts(TOLD_WITHIN_S))
         running = (self._watch_core(), self._sender.run(), self._pulse.run(), self._leave_when_stalled())
         self._tasks = [asyncio.create_task(task) for task in running]
+        log_start("engine_started", self._replica_id)
 
     def _own_report(self) -> ReplicaReport:
         return ReplicaReport(self._replica_id, self._calls.by_front(), done_by(self._report.get("totals", {})))

@@ -34,7 +34,7 @@ from orthrus_serve.serving.mirror import COMPARED, Mirrors, ended
 from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.pool_keeper import PoolKeeper, make_probes
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
-from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions
+from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions, log_start
 from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
@@ -345,6 +345,7 @@ class Front:
 
     async def __serve_build_asgi_app__(self) -> FrontApp:
         """The app that Serve runs. Called once, on the event loop that the app will run on."""
+        log_start("front_started", self._id)
         self._keeping = [asyncio.create_task(arm.keeper.run()) for arm in self._arms]
         return self._app
 

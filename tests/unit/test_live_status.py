@@ -1,10 +1,13 @@
 """The status page says what each Front and engine said, and names those that said nothing."""
 
+import logging
 from typing import Any
 
+import orthrus_serve
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.serving.live_status import live_status
 from orthrus_serve.serving.router_state import RouterState
+from orthrus_serve.serving.status import installed_versions, log_start
 from orthrus_serve.types import ReplicaId
 
 FRONT: dict[str, Any] = {
@@ -46,3 +49,12 @@ def test_a_quarantined_replica_serves_nothing_and_its_role_is_another_s():
     page = live_status({**FRONT, "quarantined": {"a": "its core is stalled"}}, [], [], state.serving)
     assert [engine["kinds"] for engine in page["engines"]] == [[], ["embed"], ["generate"]]
     assert page["engines"][0]["quarantined"] == "its core is stalled"
+
+
+def test_what_starts_says_which_versions_it_runs(caplog):
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        log_start("engine_started", "r1")
+    (message,) = caplog.messages
+    assert message.startswith("engine_started replica=r1 ")
+    assert f"orthrus_serve={orthrus_serve.__version__}" in message.split()
+    assert f"vllm={installed_versions().get('version', 'none')}" in message.split()
