@@ -4,6 +4,7 @@ An error that the user can mend is printed as a sentence, one line each, with ex
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -90,6 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
     weights.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
     weights.set_defaults(run=_ab_weights, takes_rest=False)
 
+    _add_top(verbs)
+
     model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
     model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
     fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
@@ -104,6 +107,14 @@ def make_parser() -> argparse.ArgumentParser:
     versions = verbs.add_parser("version", help="print the versions of Orthrus, vLLM, Ray and torch")
     versions.set_defaults(run=_version, takes_rest=False)
     return parser
+
+
+def _add_top(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    top = verbs.add_parser("top", help="watch what every replica does, by kind: queue, batch, tokens a second, TPOT")
+    top.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
+    top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
+    top.add_argument("--once", action="store_true", help="print one plain table and end")
+    top.set_defaults(run=_top, takes_rest=False)
 
 
 def _check(args: argparse.Namespace, _rest: list[str]) -> int:
@@ -177,6 +188,14 @@ def _scale(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.serve_api import ServeApi
 
     scale(args.num_replicas, ServeApi(args.address), print, app=args.app, arm=args.arm)
+    return EXIT_OK
+
+
+def _top(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.top import top
+
+    with contextlib.suppress(KeyboardInterrupt):
+        top(args.base_url, args.interval, once=args.once)
     return EXIT_OK
 
 

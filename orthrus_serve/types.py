@@ -13,3 +13,4 @@ Priority = Literal["high", "normal", "low"]
 
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
+LogLevel = Literal["debug", "info", "warning", "error"]

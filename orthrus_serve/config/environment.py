@@ -15,8 +15,11 @@ def replica_environment(args: AppArgs) -> dict[str, str]:
     on_cuda = args.num_gpus_per_replica > 0
     # CPU engines run eager, and yet the first request for logprobs would stop everybody for a compiler run of 20 s.
     only_on_cpu = {} if on_cuda else {"TORCHDYNAMO_DISABLE": "1"}
+    # vLLM's own default is another protocol on another port.
+    protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "orthrus-engine"}
     return {
         **only_on_cpu,
+        **(protocol if args.tracing is not None else {}),
         # V2 is the runner that vLLM keeps; on CPU it exists through Triton's interpreter only.
         "VLLM_USE_V2_MODEL_RUNNER": "1" if on_cuda else "0",
         # Models are folders; nothing is fetched behind the operator's back, and nothing is reported.

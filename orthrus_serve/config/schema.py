@@ -8,15 +8,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from orthrus_serve.config.section import Section
+from orthrus_serve.config.telemetry_keys import LogSpec, TracingSpec
 from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction, RouterRule, TopologyName
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def expand(path: str) -> str:
@@ -109,13 +105,15 @@ class EngineSpec(Section):
     `max_wait_steps` the number of steps after which a kind whose oldest request still waits goes first.
     `target_tpot_ms` bounds the time of steps that hold decodes, by a model of step times fitted as the engine runs; None lets
     every step be as large as vLLM's `max_num_batched_tokens`.
-    `step_log` names a file to which each step's composition is appended as a JSON line; None writes none.
+    `step_log` names a file to which each step's composition is appended as a JSON line; None writes none. `peak_tflops` is
+    what one device can do at most, for its utilisation; None takes it from a table of devices (`telemetry/device_peaks.py`).
     """
 
     min_share: float = Field(default=0.125, ge=0.0, le=0.5)
     max_wait_steps: int = Field(default=64, ge=1)
     target_tpot_ms: float | None = Field(default=None, gt=0)
     step_log: str | None = None
+    peak_tflops: float | None = Field(default=None, gt=0)
 
 
 class LimitSpec(Section):
@@ -309,6 +307,8 @@ class AppArgs(Section):
     health: HealthSpec = HealthSpec()
     admission: AdmissionSpec | None = None
     autoscaling: AutoscalingSpec | None = None
+    tracing: TracingSpec | None = None
+    log: LogSpec = LogSpec()
     vllm: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, ArmSpec] = Field(default_factory=dict)
 

@@ -66,6 +66,8 @@ def engine_args(args: AppArgs) -> AsyncEngineArgs:
     """
     check_vllm_keys(args.vllm, [field.name for field in fields(AsyncEngineArgs)])
     kwargs = engine_kwargs(args, on_cpu=current_platform.is_cpu())
+    if args.tracing is not None:
+        kwargs.setdefault("otlp_traces_endpoint", args.tracing.endpoint)
     kwargs["pooler_config"] = PoolerConfig(**kwargs["pooler_config"])
     return AsyncEngineArgs(**kwargs)
 

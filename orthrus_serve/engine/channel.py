@@ -61,6 +61,10 @@ class CoreChannelMixin(_SchedulerBase):
             return self._report()
         raise ValueError(f"unknown channel operation {operation!r}")
 
+    def facts(self) -> dict[str, Any]:
+        """What else a report says of the engine as it is now."""
+        return {}
+
     def push_report(self, *, last: bool = False) -> None:
         """Resolves pending watches; `last` ignores the rate limit, since an idle engine will not come by again."""
         now_s = time.monotonic()
@@ -107,16 +111,21 @@ class CoreChannelMixin(_SchedulerBase):
     def _report(self) -> Report:
         """Facts only; what an output will cost is estimated by whoever reads them.
 
-        `requests` maps an internal request id to (lane, prompt tokens left, output tokens made, most output tokens).
+        `requests` maps an internal request id to (lane, prompt tokens left, output tokens made, most output tokens);
+        `oldest_wait_s` has for each kind how long its oldest waiting request has waited; `pooling_states` counts embeddings of
+        which a part is computed.
         """
         requests: dict[str, tuple[int, int, int, int]] = {}
         prompt_left = [0, 0]
+        pooling_states = 0
         for request in self.requests.values():
             if request.is_finished():
                 continue
             lane = lane_of(request)
             left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             prompt_left[lane] += left
+            # Its sums are kept from its first chunk on, and dropped when it is preempted: then nothing of it is computed.
+            pooling_states += lane == 1 and request.num_computed_tokens > 0
             most = request.max_tokens if lane == 0 else 0
             requests[request.request_id] = (int(lane), left, request.num_output_tokens, most)
         return {
@@ -126,6 +135,9 @@ class CoreChannelMixin(_SchedulerBase):
             "prompt_left": {lane.kind: prompt_left[lane] for lane in LANES},
             "totals": self.recorder.totals.as_dict(),
             "requests": requests,
+            "oldest_wait_s": {lane.kind: self.waiting.oldest_wait_s(lane) for lane in LANES},
+            "pooling_states": pooling_states,
+            **self.facts(),
         }
 
 

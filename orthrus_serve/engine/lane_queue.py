@@ -4,8 +4,11 @@ Decides which kind's head vLLM's waiting loop sees next, from quotas that a plan
 (`policy/step_plan.py`). It serves every policy, arrival order included, so that a policy can be switched while requests wait.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -28,16 +31,29 @@ def tokens_left(request: Request) -> int:
     return request.num_tokens - request.num_computed_tokens
 
 
+# Of the oldest requests of a lane, how many are looked at: a preempted one stands before those that have waited longer.
+_LOOKED_AT = 8
+
+
+class _Added(NamedTuple):
+    """Of a waiting request when it was added: its tokens left, the step, and the time."""
+
+    tokens: int
+    step: int
+    at_s: float
+
+
 class LaneQueue(RequestQueue):
     """Two lines, one per kind, behind vLLM's queue interface.
 
     Between `begin` and `end` (one `schedule()`), heads are offered as the plan's quotas allow; otherwise in arrival order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lines: tuple[deque[Request], deque[Request]] = (deque(), deque())
-        self._added: dict[str, tuple[int, int]] = {}  # request id → tokens left and step number when it was added
-        self._skipped: dict[str, int] = {}  # request id → step when it was added, of those popped in this step
+        self._added: dict[str, _Added] = {}
+        self._skipped: dict[str, _Added] = {}  # of those popped in this step
         self._step = 0
         self._tokens = [0, 0]
         self._plan: StepPlan | None = None
@@ -53,7 +69,7 @@ class LaneQueue(RequestQueue):
         """Which lanes' heads have waited for more than `max_wait_steps`, and which head is the older one."""
         heads = [lane for lane in LANES if self._lines[lane]]
         overdue = [
-            lane for lane in heads if self._step - self._added[self._lines[lane][0].request_id][1] > max_wait_steps
+            lane for lane in heads if self._step - self._added[self._lines[lane][0].request_id].step > max_wait_steps
         ]
         return Ages(frozenset(overdue), self._oldest())
 
@@ -76,6 +92,12 @@ class LaneQueue(RequestQueue):
     def waiting_tokens(self, lane: Lane) -> int:
         """Tokens left of all waiting requests of a lane. O(1)."""
         return self._tokens[lane]
+
+    def oldest_wait_s(self, lane: Lane) -> float:
+        """For how long the oldest waiting request of a lane has waited, since it came or was preempted; 0 when none waits."""
+        first = islice(self._lines[lane], _LOOKED_AT)
+        since_s = [self._added[request.request_id].at_s for request in first]
+        return max(0.0, self._clock() - min(since_s)) if since_s else 0.0
 
     def line(self, lane: Lane) -> deque[Request]:
         """The waiting requests of a lane, head first. Not to be changed."""
@@ -147,18 +169,19 @@ class LaneQueue(RequestQueue):
         merged = [*self._lines[Lane.GENERATE], *self._lines[Lane.EMBED]]
         return iter(sorted(merged, key=lambda request: request.arrival_time))
 
-    def _count(self, request: Request, since: int | None = None) -> None:
+    def _count(self, request: Request, before: _Added | None = None) -> None:
         # What was added is remembered: a preempted request may still grow while it waits (async scheduling delivers tokens
         # that were in flight), and a total that takes away more than was added never comes back to zero.
         tokens = tokens_left(request)
-        self._added[request.request_id] = (tokens, self._step if since is None else since)
+        step, at_s = (self._step, self._clock()) if before is None else (before.step, before.at_s)
+        self._added[request.request_id] = _Added(tokens, step, at_s)
         self._tokens[lane_of(request)] += tokens
 
-    def _uncount(self, request: Request) -> int:
-        """Returns the step when it was added."""
-        tokens, since = self._added.pop(request.request_id, (0, self._step))
-        self._tokens[lane_of(request)] -= tokens
-        return since
+    def _uncount(self, request: Request) -> _Added:
+        """Returns what was remembered of it."""
+        added = self._added.pop(request.request_id, None) or _Added(0, self._step, self._clock())
+        self._tokens[lane_of(request)] -= added.tokens
+        return added
 
     def _next(self) -> Lane | None:
         if self._plan is None:

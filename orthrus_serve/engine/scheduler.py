@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
+from vllm.platforms import current_platform
 
 from orthrus_serve.engine.channel import CoreChannelMixin, install_channel
 from orthrus_serve.engine.lane_queue import LaneQueue, adapter_of, lane_of, tokens_left
+from orthrus_serve.engine.model_flops import flops_of
 from orthrus_serve.engine.settings import EngineSettings
 from orthrus_serve.engine.step_record import StepRecorder
 from orthrus_serve.engine.vllm_compat import (
@@ -38,6 +40,7 @@ from orthrus_serve.policy.step_plan import (
     usable_waiting_tokens,
 )
 from orthrus_serve.policy.step_time import StepTimeModel, step_budget
+from orthrus_serve.telemetry.device_peaks import peak_flops
 
 verify_hooks(SCHEDULER_HOOKS)
 install_channel()
@@ -73,7 +76,10 @@ class MixedSchedulerMixin(CoreChannelMixin):
         self.settings = EngineSettings.from_additional_config(self.vllm_config.additional_config)
         self.live = self.settings.live
         self.waiting = LaneQueue()
-        self.recorder = StepRecorder(self.settings.step_log)
+        self.recorder = StepRecorder(self.settings.step_log, flops_of(self.vllm_config))
+        self._peak_flops = self.settings.peak_flops or peak_flops(current_platform.get_device_name())
+        self._adapter_requests: dict[str, int] = {}
+        self._adapter_waits = 0
         self.step_time = StepTimeModel(scale=self.scheduler_config.max_num_batched_tokens)
         self._own_budget = self.max_num_scheduled_tokens
         self._idle_lane: Lane | None = None
@@ -90,6 +96,9 @@ class MixedSchedulerMixin(CoreChannelMixin):
             pooling = self.settings.pooling_of(adapter, request.pooling_params.extra_kwargs)
             if pooling.needs_every_state:
                 request.skip_reading_prefix_cache = True
+        if request.lora_request is not None:
+            name = request.lora_request.lora_name
+            self._adapter_requests[name] = self._adapter_requests.get(name, 0) + 1
         super().add_request(request)
 
     @override
@@ -122,7 +131,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
             duration_s = end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
             self.step_time.observe(tokens, decodes, duration_s)
-            self.recorder.totals.busy_s += duration_s
+            if tokens:  # a step without any only tells the worker who has finished
+                self.recorder.totals.took(duration_s, has_decodes=decodes > 0, target_s=self._target_s)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     # Both loops of the stock schedule() call this with the token count of each request, and take 0 for "not now".
@@ -145,15 +155,35 @@ class MixedSchedulerMixin(CoreChannelMixin):
         # find its place in the next one.
         adapter = adapter_of(request)
         if adapter and not self._places_beside(lane_of(request)).admits(adapter):
+            self._adapter_waits += 1
             return False
         return super()._handle_blocked_waiting_request(request)
 
+    @override
+    def facts(self) -> dict[str, Any]:
+        """See the catalogue's `orthrus_engine_*`; counts since the engine started."""
+        pool = self.kv_cache_manager.block_pool
+        return {
+            "kv_free_blocks": pool.get_num_free_blocks(),
+            "kv_blocks": pool.num_gpu_blocks,
+            "target_s": self._target_s,
+            "peak_flops": self._peak_flops,
+            "adapters": len({adapter_of(request) for request in self.running} - {0}),
+            "adapter_places": self.lora_config.max_loras if self.lora_config else 0,
+            "adapter_requests": dict(self._adapter_requests),  # encoded on another thread, while this one goes on
+            "adapter_waits": self._adapter_waits,
+        }
+
+    @property
+    def _target_s(self) -> float | None:
+        target_ms = self.live.target_tpot_ms
+        return None if target_ms is None else target_ms / 1e3
+
     def _step_budget(self, work: Work) -> int:
         largest = min(self._own_budget, self.live.step_tokens or self._own_budget)
-        target_ms = self.live.target_tpot_ms
         return step_budget(
             self.step_time,
-            None if target_ms is None else target_ms / 1e3,
+            self._target_s,
             work.decodes,
             least_prefill=LEAST_PREFILL_TOKENS,
             max_tokens=largest,

@@ -100,10 +100,12 @@ class EngineSettings:
     """The part of the configuration that the scheduler and the workers read.
 
     `adapters` maps an adapter's served name to its pooling; the request itself may only override what HTTP can say.
+    `peak_flops` are a device's operations a second at most; None where its name tells.
     """
 
     live: LiveSettings = LiveSettings()
     step_log: str | None = None
+    peak_flops: float | None = None
     adapters: Mapping[str, PoolingSpec] = field(default_factory=dict)
 
     @classmethod
@@ -113,7 +115,8 @@ class EngineSettings:
         engine = args.engine
         policy = PRESETS[args.topology].pool.policy
         live = LiveSettings(policy, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms)
-        return cls(live, engine.step_log, adapters)
+        peak_flops = None if engine.peak_tflops is None else engine.peak_tflops * 1e12
+        return cls(live, engine.step_log, peak_flops, adapters)
 
     def to_additional_config(self) -> dict[str, Any]:
         """A JSON-able mapping for vLLM's `additional_config`."""

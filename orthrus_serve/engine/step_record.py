@@ -1,10 +1,20 @@
 """What each step held: one JSON line per step for those who look closely, and running totals for everyone. No decisions."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from orthrus_serve.engine.model_flops import NO_FLOPS, FlopCounts
+from orthrus_serve.telemetry.catalog import STEP_BUCKETS_S, step_bucket_keys
+
+_BUCKET_KEYS = {decodes: step_bucket_keys(decodes) for decodes in ("with", "without")}
+
+
+def _no_durations() -> dict[str, list[int]]:
+    return {decodes: [0] * len(keys) for decodes, keys in _BUCKET_KEYS.items()}
 
 
 @dataclass
@@ -13,7 +23,8 @@ class StepTotals:
 
     Tokens are scheduled tokens. `budget_tokens` is what the steps could have held: fill is scheduled ÷ budget. `wasted_tokens`
     could have been computed within the budget and were not. `busy_s` is time with a step running. A step is mixed when it held
-    tokens of both kinds.
+    tokens of both kinds, and late when it held decodes and took longer than the time target. `model_flops` are those of one
+    device. `durations` counts steps with and without decodes by the bucket of their duration, not cumulated.
     """
 
     steps: int = 0
@@ -25,17 +36,34 @@ class StepTotals:
     wasted_tokens: int = 0
     busy_s: float = 0.0
     preemptions: int = 0
+    late_steps: int = 0
+    model_flops: float = 0.0
+    busy_with_decodes_s: float = 0.0
+    durations: dict[str, list[int]] = field(default_factory=_no_durations)
+
+    def took(self, duration_s: float, *, has_decodes: bool, target_s: float | None) -> None:
+        """A step ended."""
+        self.busy_s += duration_s
+        if has_decodes:
+            self.busy_with_decodes_s += duration_s
+            self.late_steps += target_s is not None and duration_s > target_s
+        self.durations["with" if has_decodes else "without"][bisect_left(STEP_BUCKETS_S, duration_s)] += 1
 
     def as_dict(self) -> dict[str, float]:
-        """The totals by name."""
-        return asdict(self)
+        """The totals by name; the buckets of `durations` by `catalog.step_bucket_keys`."""
+        totals = dict(vars(self))
+        for decodes, counts in totals.pop("durations").items():
+            totals.update(zip(_BUCKET_KEYS[decodes], counts, strict=True))
+        return totals
 
 
 class StepRecorder:
     """Adds each step to the totals and, where a path is given, to a JSON-lines file."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, flops: FlopCounts = NO_FLOPS) -> None:
+        """`flops` are those of a forward pass on one device."""
         self.totals = StepTotals()
+        self._flops = flops
         self._file: TextIO | None = Path(path).open("a", buffering=1) if path else None  # noqa: SIM115  lives with the engine
 
     def record(
@@ -50,8 +78,10 @@ class StepRecorder:
             facts: anything else for the log line (policy, preempted ids, ...).
         """
         tokens = {"decode": 0, "prefill": 0, "embed": 0}
-        for part, _, count in rows.values():
+        num_attended = 0
+        for part, start, count in rows.values():
             tokens[part] += count
+            num_attended += count * (2 * start + count + 1)
         totals = self.totals
         totals.preemptions += len(facts.get("preempted", ()))
         if rows:
@@ -61,6 +91,7 @@ class StepRecorder:
             totals.prefill_tokens += tokens["prefill"]
             totals.embed_tokens += tokens["embed"]
             totals.budget_tokens += budget
+            totals.model_flops += self._flops.of_step(sum(tokens.values()), num_attended // 2, len(rows))
         wasted = max(0, min(budget, usable) - sum(tokens.values()))
         totals.wasted_tokens += wasted
         if self._file is not None and (rows or facts.get("preempted")):

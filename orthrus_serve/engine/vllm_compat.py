@@ -158,6 +158,26 @@ ENGINE_HOOKS: tuple[Hook | Uses, ...] = (
         "what the mixed engine reads",
     ),
 )
+_PERF = "vllm.v1.metrics.perf"
+FLOPS_HOOKS: tuple[Hook | Uses, ...] = (
+    Hook(f"{_PERF}:ModelMetrics", "get_num_flops", ("ctx", "per_gpu"), "operations of a forward pass are asked of it"),
+    Hook(f"{_PERF}:ModelMetrics", "is_enabled", (), "whether vLLM has an estimate of the model"),
+    Hook(f"{_PERF}:ExecutionContext", "add", ("num_tokens", "context_len", "is_prefill"), "what a step holds"),
+)
+STATS_HOOKS: tuple[Hook | Uses, ...] = (
+    Hook(
+        "vllm.v1.metrics.loggers:StatLoggerBase",
+        "record",
+        ("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+        "stages of finished requests are read there",
+    ),
+    Uses("vllm.v1.metrics.stats:IterationStats", ("finished_requests",), "which requests finished"),
+    Uses(
+        "vllm.v1.metrics.stats:FinishedRequestStats",
+        ("finish_reason", "max_tokens_param", "queued_time", "prefill_time", "inference_time", "decode_time"),
+        "how long each stage took",
+    ),
+)
 _ROWS = ("execute_model_state", "lora_config", "get_supported_tasks", "add_lora")
 _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 RUNNER_HOOKS: tuple[Hook | Uses, ...] = (

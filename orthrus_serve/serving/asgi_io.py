@@ -3,7 +3,9 @@
 Shared by the Front and by the middleware under plain `vllm serve`, so that both refuse the same bodies in the same words.
 """
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from orthrus_serve.errors import RequestError
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
@@ -62,3 +64,34 @@ async def send_whole(send: Send, status: int, headers: Iterable[Header], body: b
 async def send_error(send: Send, error: RequestError, headers: Iterable[Header] = ()) -> None:
     """An error in OpenAI's shape."""
     await send_whole(send, error.status, [*JSON_HEADERS, *headers], error_bytes(error))
+
+
+async def run_lifespan(receive: Receive, send: Send) -> None:
+    """Answers a server that starts and stops the app."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def before_client_leaves(answer: Coroutine[Any, Any, None], receive: Receive) -> bool:
+    """Runs `answer` to its end: True. Cancels it when the client disconnects first: False."""
+    answering = asyncio.create_task(answer)
+    leaving = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            return False
+        answering.result()
+        return True
+    finally:
+        # Also when this task is cancelled, which is how Serve tells that the client is gone.
+        leaving.cancel()
+        answering.cancel()

@@ -10,10 +10,11 @@ import contextlib
 import contextvars
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram, generate_latest
 from ray import serve
 
 from orthrus_serve.config.load import parse_live
@@ -24,9 +25,10 @@ from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.asgi_io import with_length
 from orthrus_serve.serving.autoscaling import METRIC as AUTOSCALING_METRIC
 from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
+from orthrus_serve.serving.engine_metrics import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender, done_by
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
-from orthrus_serve.serving.metrics_export import EngineReportCollector, remaining_tokens
+from orthrus_serve.serving.ray_metrics import RayCopy
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import served_by
 from orthrus_serve.serving.status import log_start
@@ -41,7 +43,9 @@ from orthrus_serve.serving.tunnel import (
     TunnelRequest,
     run_app,
 )
-from orthrus_serve.telemetry.log import event_log
+from orthrus_serve.telemetry.catalog import STAGE, Stage
+from orthrus_serve.telemetry.log import configure, event_log
+from orthrus_serve.types import RequestKind
 
 log = event_log(__name__)
 
@@ -92,7 +96,7 @@ class RunningEngine:
     """An engine that is up, its OpenAI app, and the length of each adapter's vectors.
 
     Two variables are set around the app's call: where a request's `dimensions` go, and what is told the engine's own ids of
-    the requests that the call becomes.
+    the requests that the call becomes. `metrics` are what is counted beside the core's reports.
     """
 
     engine: Engine
@@ -100,6 +104,7 @@ class RunningEngine:
     vector_sizes: Mapping[str, int]
     dimensions: contextvars.ContextVar[int | None]
     note_request: contextvars.ContextVar[Callable[[str], None] | None]
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
 
 
 StartEngine = Callable[[AppArgs], Awaitable[RunningEngine]]
@@ -116,11 +121,18 @@ async def start_engine(args: AppArgs) -> RunningEngine:
     from orthrus_serve.engine.llm import embed_dimensions, note_request  # noqa: PLC0415
     from orthrus_serve.engine.openai_app import make_openai_app  # noqa: PLC0415
     from orthrus_serve.engine.pooling_head import vector_sizes  # noqa: PLC0415
+    from orthrus_serve.engine.stage_times import StageTimes  # noqa: PLC0415
 
-    engine = make_engine(args)
+    metrics = CollectorRegistry()
+    stages = Histogram(STAGE.name, STAGE.help, STAGE.labels, registry=metrics, buckets=STAGE.buckets)
+
+    def observe(kind: RequestKind, stage: Stage, duration_s: float) -> None:
+        stages.labels(kind, stage).observe(duration_s)
+
+    engine = make_engine(args, stat_loggers=[partial(StageTimes, observe=observe)])
     app = await make_openai_app(engine, args)
     sizes = vector_sizes(args.adapters, engine.model_config.get_hidden_size())
-    return RunningEngine(engine, app, sizes, embed_dimensions, note_request)
+    return RunningEngine(engine, app, sizes, embed_dimensions, note_request, metrics)
 
 
 class EngineReplica:
@@ -128,6 +140,7 @@ class EngineReplica:
 
     async def __init__(self, args: AppArgs, start: StartEngine = start_engine) -> None:
         """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again."""
+        configure(args.log.level, as_json=args.log.as_json)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._running = await start(args)
         self._served = served_by(
@@ -145,12 +158,21 @@ class EngineReplica:
         self._args = args
         self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
-        self._registry.register(EngineReportCollector(self._totals, lambda: self._report))
+        adapters = (*args.adapters, *args.generate_adapters)
+        self._registry.register(EngineReportCollector(self._totals, lambda: self._report, adapters))
+        registries = (self._registry, self._running.metrics, REGISTRY)
+        self._ray_copy = RayCopy(lambda: (family for registry in registries for family in registry.collect()))
         limits = PulseLimits(args.health.stall_s, args.health.replace_after_s)
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
         self._calls = OpenCalls()
         self._sender = ReportSender(self._own_report, ray_compat.tell_fronts(TOLD_WITHIN_S))
-        running = (self._watch_core(), self._sender.run(), self._pulse.run(), self._leave_when_stalled())
+        running = (
+            self._watch_core(),
+            self._sender.run(),
+            self._pulse.run(),
+            self._leave_when_stalled(),
+            self._ray_copy.run(),
+        )
         self._tasks = [asyncio.create_task(task) for task in running]
         log_start("engine_started", self._replica_id)
 
@@ -319,7 +341,7 @@ class EngineReplica:
 
     async def metrics(self) -> dict[str, str]:
         """`{"replica": id, "text": Prometheus text}`: ours, and all that vLLM publishes in this process."""
-        text = generate_latest(self._registry) + generate_latest()
+        text = generate_latest(self._registry) + generate_latest(self._running.metrics) + generate_latest()
         return {"replica": self._replica_id, "text": text.decode()}
 
     async def info(self) -> dict[str, Any]:

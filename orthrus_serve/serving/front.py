@@ -8,7 +8,7 @@ knows vocabulary and lengths), the choice of a replica (`router.py`), and all to
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,19 +22,30 @@ from orthrus_serve.policy.key_limits import KeyAccounts
 from orthrus_serve.policy.quarantine import QuarantineRules
 from orthrus_serve.serving.ab_page import AbPage
 from orthrus_serve.serving.admission import Door, TurnedAwayError, key_accounts
-from orthrus_serve.serving.asgi_io import ClientLeftError, header, read_body, send_error, send_whole
+from orthrus_serve.serving.asgi_io import (
+    ClientLeftError,
+    before_client_leaves,
+    header,
+    read_body,
+    run_lifespan,
+    send_error,
+    send_whole,
+)
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, num_tokens_of, shape_of_request
 from orthrus_serve.serving.engine_reports import ReplicaReport, report_gap_s
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.exchange import Exchange
 from orthrus_serve.serving.live_arms import Arm, LiveArms
 from orthrus_serve.serving.live_routing import LiveRouting
-from orthrus_serve.serving.metrics_export import FrontMetrics, outcome_of
-from orthrus_serve.serving.mirror import COMPARED, Mirrors, ended
+from orthrus_serve.serving.metrics_export import FrontMetrics
+from orthrus_serve.serving.mirror import Mirrors
 from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.pool_keeper import PoolKeeper, make_probes
+from orthrus_serve.serving.ray_metrics import RayCopy
+from orthrus_serve.serving.request_watch import RequestWatch
 from orthrus_serve.serving.routes import MethodNotAllowedError, Target, find_route
 from orthrus_serve.serving.status import StatusPages, StatusParts, installed_versions, log_start
+from orthrus_serve.serving.tracing import Traces
 from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
@@ -47,7 +58,7 @@ from orthrus_serve.serving.tunnel import (
     TunnelRequest,
     read_reply,
 )
-from orthrus_serve.telemetry.log import event_log
+from orthrus_serve.telemetry.log import configure, event_log
 from orthrus_serve.types import ReplicaId
 
 log = event_log(__name__)
@@ -80,12 +91,14 @@ class FrontApp:
         arms: LiveArms,
         limits: FrontLimits,
         metrics: FrontMetrics,
+        watch: RequestWatch,
         pages: StatusPages,
         ab_page: AbPage,
     ) -> None:
         self._arms = arms
         self._limits = limits
         self._metrics = metrics
+        self._watch = watch
         self._pages = pages
         self._ab_page = ab_page
         self._mirrors = Mirrors(self._answer, arms, metrics)
@@ -93,7 +106,7 @@ class FrontApp:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One ASGI connection."""
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await run_lifespan(receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http":
@@ -102,6 +115,7 @@ class FrontApp:
     async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         exchange = Exchange(send)
+        exchange.request_id = _request_id(scope["headers"])
         if path not in CHARGED_ROUTES:
             await self._answer_or_refuse(scope, path, receive, exchange)
             return
@@ -113,17 +127,8 @@ class FrontApp:
             await send_error(send, error)
             return
         exchange.arm = arm.name
-        began = self._metrics.began(kind, arm.name, arm.topology)
-        try:
+        with self._watch.following(path, scope["headers"], kind, arm, exchange):
             await self._answer_or_refuse(scope, path, receive, exchange)
-        except asyncio.CancelledError:  # Serve cancels us when the client disconnects
-            exchange.has_left = True
-            raise
-        finally:
-            outcome = outcome_of(exchange.status, is_cut=exchange.is_cut, has_left=exchange.has_left)
-            self._metrics.ended(kind, began, outcome)
-            if self._arms.are_named and outcome in COMPARED:
-                self._arms.slices.add(ended(exchange, arm.name, kind, began.at_s))
 
     async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: Exchange) -> None:
         try:
@@ -138,7 +143,7 @@ class FrontApp:
             retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if error.status == 503 else []
             await send_error(send, error, retry)
         except Exception:
-            log.exception("request_failed", path=path)
+            log.exception("request_failed", path=path, request_id=send.request_id)
             if send.status is not None:
                 raise  # the connection must not end as if the answer were complete
             await send_error(send, FAILED)
@@ -147,11 +152,11 @@ class FrontApp:
         if target is Target.ENGINE:
             headers: list[Header] = [(bytes(name).lower(), bytes(value)) for name, value in scope["headers"]]
             body = await read_body(receive, headers, self._limits.max_body_bytes)
-            forwarded = _forwarded_headers(headers, len(body))
+            forwarded = send.traced(_forwarded_headers(headers, send.request_id, len(body)))
             request = TunnelRequest(scope["method"], path, scope["query_string"], forwarded, body)
             arm = self._arms.named(send.arm) or self._arms.choose(headers)
             send.arm = arm.name
-            if not await _before_client_leaves(self._admit_and_answer(request, headers, arm, send), receive):
+            if not await before_client_leaves(self._admit_and_answer(request, headers, arm, send), receive):
                 raise ClientLeftError
         elif target is Target.HEALTH:
             await send_whole(send, *await self._pages.health())
@@ -184,12 +189,14 @@ class FrontApp:
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
             with _opened(request, arm, shape, tries.failed_on) as call:
                 try:
-                    reply = await self._try_reply(call)
+                    reply = await self._try_reply(call, send.request_id)
                 except Exception:
                     if call.replica_id is not None:  # not for want of a replica: it failed in a way that nobody foresaw
                         tries.saw(None, call.replica_id)
                         _judge(arm, shape, tries, None)
                     raise
+                finally:
+                    send.tried(call.replica_id, call.placed_s)
                 tries.saw(reply, call.replica_id)
                 if tries.gone is not None:
                     arm.keeper.told(tries.gone, "its engine is gone")
@@ -213,12 +220,12 @@ class FrontApp:
             send.num_tokens = num_tokens_of(arm.estimator, shape, meter)
             learn(arm.estimator, shape, meter)
 
-    async def _try_reply(self, call: OpenCall) -> Reply | None:
+    async def _try_reply(self, call: OpenCall, request_id: str) -> Reply | None:
         """The reply up to its first byte, or None when the replica was lost before there was one."""
         try:
             return await read_reply(aiter(call))
         except (ReplicaLostError, TruncatedReplyError) as lost:
-            log.warning("replica_lost_before_first_byte", cause=lost)
+            log.warning("replica_lost_before_first_byte", cause=lost, replica=call.replica_id, request_id=request_id)
             return None
         except PoolUnavailableError as none:
             raise RequestError(503, f"No engine replica is available: {none}", code="no_replica") from none
@@ -243,7 +250,7 @@ class FrontApp:
                     meter.see(chunk)
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception:  # whatever cuts a stream, the client is told within it
-            log.exception("stream_cut")
+            log.exception("stream_cut", replica=send.replica, request_id=send.request_id)
             send.is_cut = True
             await send({"type": "http.response.body", "body": sse_error_event(CUT), "more_body": True})
             return False
@@ -276,44 +283,18 @@ def _opened(
         call.cancel()
 
 
-async def _before_client_leaves(answer: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Runs `answer` to its end: True. Cancels it when the client disconnects first: False."""
-    answering = asyncio.create_task(answer)
-    leaving = asyncio.create_task(_until_disconnect(receive))
-    try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            return False
-        answering.result()
-        return True
-    finally:
-        # Also when this task is cancelled, which is how Serve tells that the client is gone.
-        leaving.cancel()
-        answering.cancel()
+def _request_id(headers: Iterable[Header]) -> str:
+    """Serve sets `X-Request-Id` when the client did not, and echoes it; the engine takes it into its own ids, so one that is
+    long or not printable is replaced."""
+    text = (header(headers, b"x-request-id") or b"").decode("latin-1")
+    is_good = 0 < len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+    return text if is_good else uuid.uuid4().hex
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _forwarded_headers(headers: list[Header], num_body_bytes: int) -> list[Header]:
-    """The few headers that vLLM's app needs. Serve sets `X-Request-Id` when the client did not, and echoes it; the engine
-    takes it into its own ids, so one that is long or not printable is replaced there."""
+def _forwarded_headers(headers: list[Header], request_id: str, num_body_bytes: int) -> list[Header]:
+    """The few headers that vLLM's app needs."""
     kept = [(name, value) for name, value in headers if name in FORWARDED_HEADERS]
-    request_id = header(headers, b"x-request-id") or b""
-    text = request_id.decode("latin-1")
-    if not text or len(text) > MAX_REQUEST_ID_CHARS or not (text.isascii() and text.isprintable()):
-        request_id = uuid.uuid4().hex.encode()
-    return [*kept, (b"x-request-id", request_id), (b"content-length", str(num_body_bytes).encode())]
+    return [*kept, (b"x-request-id", request_id.encode()), (b"content-length", str(num_body_bytes).encode())]
 
 
 class Front:
@@ -322,14 +303,17 @@ class Front:
     def __init__(self, args: AppArgs, engines: Mapping[str, DeploymentHandle[Any]], num_fronts: int = 1) -> None:
         """`engines` has a handle for each of `args.by_arm`."""
         self._id = serve.get_replica_context().replica_id.unique_id
+        configure(args.log.level, as_json=args.log.as_json)
         metrics, peers = FrontMetrics(), Peers()
+        self._metrics = metrics
+        self._ray_copy = RayCopy(metrics.collect)
         accounts = None if args.admission is None else key_accounts(args.admission, num_fronts)
         arms = [
             _make_arm(name, of_arm, EnginePool(engines[name], self._id), accounts, metrics)
             for name, of_arm in args.by_arm.items()
         ]
         for arm in arms:
-            metrics.follow(arm.name, lambda arm=arm: arm.topology, arm.state.ledger)
+            metrics.follow(arm.name, lambda arm=arm: arm.topology, arm.state)
         self._arms = LiveArms(args, arms)
         self._keeping: list[asyncio.Task[NoReturn]] = []
         parts = StatusParts(own=self.info, fronts=peers.ask_all, serving=self._arms.serving())
@@ -339,6 +323,7 @@ class Front:
             self._arms,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
             metrics,
+            RequestWatch(metrics, self._arms, Traces(args.tracing), logs_requests=args.log.requests),
             StatusPages(pools, installed_versions(), self._id, metrics.text, parts),
             self._ab_page,
         )
@@ -346,7 +331,8 @@ class Front:
     async def __serve_build_asgi_app__(self) -> FrontApp:
         """The app that Serve runs. Called once, on the event loop that the app will run on."""
         log_start("front_started", self._id)
-        self._keeping = [asyncio.create_task(arm.keeper.run()) for arm in self._arms]
+        work = [*(arm.keeper.run() for arm in self._arms), self._ray_copy.run()]
+        self._keeping = [asyncio.create_task(task) for task in work]
         return self._app
 
     async def reconfigure(self, user_config: Any) -> None:
@@ -361,6 +347,10 @@ class Front:
             if arm.door is not None and report.replica in arm.state.replicas:
                 arm.door.take_report(report)
         return report_gap_s(sum(len(arm.state.replicas) for arm in self._arms))
+
+    async def metrics(self) -> dict[str, str]:
+        """`{"replica": id, "text": Prometheus text}` of this Front alone; the page `/metrics` has everybody's."""
+        return {"replica": self._id, "text": self._metrics.text()}
 
     async def tell_slices(self) -> dict[str, Any]:
         """What each arm did in the last hour, by this Front's requests; see `slices.merge_told`."""

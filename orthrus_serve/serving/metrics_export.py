@@ -1,12 +1,14 @@
-"""Turns the catalogue's declarations into Prometheus metrics: the Front's as they are counted, the engine's from its reports.
+"""What a Front counts and how its requests went, as Prometheus metrics of the catalogue.
 
-Leaves out names and labels (`telemetry/catalog.py`) and the label that tells replicas apart (`metrics_merge.py` adds it).
+Guards: every count that has a fixed set of labels is there from the start, at zero, so that a rate over it is never missing;
+what belongs to a replica ends with it. Leaves out names and labels (`telemetry/catalog.py`), the engines' own
+(`engine_metrics.py`), and the label that tells replicas apart (`metrics_merge.py` adds it).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,12 +16,16 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from orthrus_serve.policy.ledger import TokenLoadLedger
-from orthrus_serve.policy.step_plan import LANES, Lane
-from orthrus_serve.serving.topology_totals import TopologyTotals
+from orthrus_serve.policy.balance import imbalance_ratio
+from orthrus_serve.serving.exchange import Exchange
+from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.telemetry import catalog
 from orthrus_serve.telemetry.catalog import LABEL_VALUES, Copied, GoalName, GoalResult, Metric, Outcome, Refusal
 from orthrus_serve.types import RequestKind, TopologyName
+
+KINDS: tuple[RequestKind, ...] = ("generate", "embed")
+# By the values of a metric's labels.
+Samples = Mapping[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
@@ -32,39 +38,65 @@ class Began:
     topology: TopologyName
 
 
+@dataclass(frozen=True)
+class _Followed:
+    """An arm whose routing is told."""
+
+    name: str
+    topology: Callable[[], TopologyName]
+    state: RouterState
+
+
 class FrontMetrics:
     """What one Front counts of the requests it answers."""
 
     def __init__(self) -> None:
-        self._followed: dict[str, tuple[Callable[[], TopologyName], TokenLoadLedger]] = {}
-        self._registry = CollectorRegistry()
-        charged, drift = catalog.CHARGED_TOKENS, catalog.DRIFT_TOKENS
-        self._charged = Gauge(charged.name, charged.help, charged.labels, registry=self._registry)
-        self._drift = Gauge(drift.name, drift.help, drift.labels, registry=self._registry)
-        ended, took, open_now = catalog.REQUESTS, catalog.REQUEST_DURATION, catalog.IN_FLIGHT
-        self._ended = Counter(ended.name, ended.help, ended.labels, registry=self._registry)
-        self._took = Histogram(took.name, took.help, took.labels, registry=self._registry, buckets=took.buckets)
-        self._open = Gauge(open_now.name, open_now.help, open_now.labels, registry=self._registry)
-        refusals, goals = catalog.REFUSALS, catalog.GOALS
-        self._refusals = Counter(refusals.name, refusals.help, refusals.labels, registry=self._registry)
-        self._goals = Counter(goals.name, goals.help, goals.labels, registry=self._registry)
-        copies = catalog.MIRRORED
-        self._mirrored = Counter(copies.name, copies.help, copies.labels, registry=self._registry)
+        self.registry = CollectorRegistry()
+        self._followed: list[_Followed] = []
+        self._ended = _counter(catalog.REQUESTS, self.registry)
+        self._took = _histogram(catalog.REQUEST_DURATION, self.registry)
+        self._waited = _histogram(catalog.FRONT_WAIT, self.registry)
+        self._first = _histogram(catalog.FIRST_TOKEN, self.registry)
+        self._open = Gauge(
+            catalog.IN_FLIGHT.name, catalog.IN_FLIGHT.help, catalog.IN_FLIGHT.labels, registry=self.registry
+        )
+        self._retries = _counter(catalog.RETRIES, self.registry)
+        self._refusals = _counter(catalog.REFUSALS, self.registry)
+        self._goals = _counter(catalog.GOALS, self.registry)
+        self._mirrored = _counter(catalog.MIRRORED, self.registry)
+        for family in (catalog.REFUSALS, catalog.GOALS):
+            for values in product(*(LABEL_VALUES[label] for label in family.labels)):
+                (self._refusals if family is catalog.REFUSALS else self._goals).labels(*values)
+        self.registry.register(_Routing(self._followed))
 
-    def follow(self, arm: str, topology: Callable[[], TopologyName], ledger: TokenLoadLedger) -> None:
-        """From now on what `ledger` holds is told under that arm and the topology then in force."""
-        self._followed[arm] = topology, ledger
+    def follow(self, arm: str, topology: Callable[[], TopologyName], state: RouterState) -> None:
+        """From now on what `state` holds is told under that arm and the topology then in force."""
+        self._followed.append(_Followed(arm, topology, state))
+        for kind in KINDS:
+            self._retries.labels(arm, kind)
+        for kind, copied in product(KINDS, LABEL_VALUES["copied"]):
+            if arm:
+                self._mirrored.labels(arm, kind, copied)
 
     def began(self, kind: RequestKind, arm: str, topology: TopologyName) -> Began:
         """A request arrived. Returns what is to be given to `ended`."""
         self._open.labels(arm, topology, kind).inc()
         return Began(time.monotonic(), arm, topology)
 
-    def ended(self, kind: RequestKind, began: Began, outcome: Outcome) -> None:
-        """The request ended, in one of the ways that the catalogue names."""
-        self._open.labels(began.arm, began.topology, kind).dec()
-        self._ended.labels(began.arm, began.topology, kind, outcome).inc()
-        self._took.labels(began.arm, began.topology, kind).observe(time.monotonic() - began.at_s)
+    def ended(self, kind: RequestKind, began: Began, outcome: Outcome, exchange: Exchange | None = None) -> None:
+        """The request ended, in one of the ways that the catalogue names. `exchange` knows what happened on the way."""
+        labels = (began.arm, began.topology, kind)
+        self._open.labels(*labels).dec()
+        self._ended.labels(*labels, outcome).inc()
+        self._took.labels(*labels).observe(time.monotonic() - began.at_s)
+        if exchange is None:
+            return
+        if exchange.placed_s is not None:
+            self._waited.labels(*labels).observe(max(0.0, exchange.placed_s - began.at_s))
+        if exchange.first_s is not None:
+            self._first.labels(*labels).observe(exchange.first_s - began.at_s)
+        if exchange.num_tries > 1:
+            self._retries.labels(began.arm, kind).inc(exchange.num_tries - 1)
 
     def mirrored(self, arm: str, kind: RequestKind, copied: Copied) -> None:
         """A copy for `arm` ended, or was not made."""
@@ -78,14 +110,90 @@ class FrontMetrics:
         """An admitted request that had a goal reached it, or is late."""
         self._goals.labels(kind, goal, result).inc()
 
+    def collect(self) -> Iterable[Family]:
+        """Everything counted so far."""
+        for arm in self._followed:
+            for kind in KINDS:
+                labels = (arm.name, arm.topology(), kind)
+                self._open.labels(*labels)
+                for histogram in (self._took, self._waited, self._first):
+                    histogram.labels(*labels)
+                for outcome in LABEL_VALUES["outcome"]:
+                    self._ended.labels(*labels, outcome)
+        return self.registry.collect()
+
     def text(self) -> str:
-        """Everything counted so far, as Prometheus text."""
-        for gauge in (self._charged, self._drift):
-            gauge.clear()  # of a topology that is in force no more
-        for arm, (topology, ledger) in self._followed.items():
-            self._charged.labels(arm, topology()).set(ledger.num_own_tokens)
-            self._drift.labels(arm, topology()).set(ledger.num_drift_tokens)
-        return generate_latest(self._registry).decode()
+        """The same, as Prometheus text."""
+        self.collect()
+        return generate_latest(self.registry).decode()
+
+
+class _Routing(Collector):
+    """What the routers' states hold, read whenever somebody asks. They change on another thread meanwhile: all is copied
+    first."""
+
+    def __init__(self, followed: list[_Followed]) -> None:
+        self._followed = followed
+
+    @override
+    def collect(self) -> Iterator[Family]:
+        arms = self._followed
+        yield _gauges(catalog.CHARGED_TOKENS, {(a.name, a.topology()): a.state.ledger.num_own_tokens for a in arms})
+        yield _gauges(catalog.DRIFT_TOKENS, {(a.name, a.topology()): a.state.ledger.num_drift_tokens for a in arms})
+        yield _gauges(catalog.REPLICAS, {(a.name,): len(a.state.replicas) for a in arms})
+        yield _gauges(catalog.QUARANTINED, {(a.name,): len(a.state.quarantined) for a in arms})
+        yield _counts(catalog.QUARANTINES, {(a.name,): a.state.num_quarantines for a in arms})
+        yield _gauges(
+            catalog.REPLICA_LOAD,
+            {(a.name, str(replica)): a.state.ledger.load(replica) for a in arms for replica in a.state.replicas},
+        )
+        yield _gauges(catalog.IMBALANCE, {(a.name, kind): _imbalance(a.state, kind) for a in arms for kind in KINDS})
+        yield _counts(
+            catalog.ROUTED,
+            {
+                (a.name, kind, str(replica)): a.state.num_routed_to[replica, kind]
+                for a in arms
+                for replica in a.state.replicas
+                for kind in KINDS
+                if replica in a.state.serving(kind, a.state.replicas) or a.state.num_routed_to[replica, kind]
+            },
+        )
+
+
+def silent_text(num_silent: Mapping[str, int]) -> str:
+    """How many engine replicas of each arm did not answer a scrape, as Prometheus text."""
+    registry = CollectorRegistry()
+    gauge = Gauge(catalog.SILENT.name, catalog.SILENT.help, catalog.SILENT.labels, registry=registry)
+    for arm, count in num_silent.items():
+        gauge.labels(arm).set(count)
+    return generate_latest(registry).decode()
+
+
+def _imbalance(state: RouterState, kind: RequestKind) -> float:
+    serving = state.serving(kind, state.replicas)
+    return imbalance_ratio([state.ledger.load(replica) for replica in serving]) if serving else 1.0
+
+
+def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:
+    return Counter(metric.name, metric.help, metric.labels, registry=registry)
+
+
+def _histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
+
+
+def _counts(metric: Metric, samples: Samples) -> Family:
+    return _filled(CounterMetricFamily(metric.name, metric.help, labels=metric.labels), samples)
+
+
+def _gauges(metric: Metric, samples: Samples) -> Family:
+    return _filled(GaugeMetricFamily(metric.name, metric.help, labels=metric.labels), samples)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Family:
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
+    return family
 
 
 def outcome_of(status: int | None, *, is_cut: bool = False, has_left: bool = False) -> Outcome:
@@ -99,56 +207,3 @@ def outcome_of(status: int | None, *, is_cut: bool = False, has_left: bool = Fal
     if status in (429, 503):
         return "overloaded"
     return "invalid" if status < 500 else "failed"
-
-
-class EngineReportCollector(Collector):
-    """The engine's counts, read from its core's last report whenever somebody asks."""
-
-    def __init__(self, totals: TopologyTotals, last_report: Callable[[], Mapping[str, Any]]) -> None:
-        """`totals` has seen the totals of that last report."""
-        self._totals = totals
-        self._last_report = last_report
-
-    @override
-    def collect(self) -> Iterator[Family]:
-        report = self._last_report()
-        if not report:
-            return
-        yield self._counts(catalog.STEPS, {"steps": ()})
-        yield self._counts(catalog.MIXED_STEPS, {"mixed_steps": ()})
-        yield self._counts(catalog.STEP_TOKENS, {f"{part}_tokens": (part,) for part in LABEL_VALUES["part"]})
-        yield self._counts(catalog.STEP_BUDGET_TOKENS, {"budget_tokens": ()})
-        requests = report.get("requests", {})
-        yield self._gauges(catalog.RUNNING_REQUESTS, {(): report.get("running", 0)})
-        yield self._gauges(catalog.WAITING_REQUESTS, {(): report.get("waiting", 0)})
-        yield self._gauges(catalog.HELD_REQUESTS, _held(requests))
-        left = {(kind,): tokens for kind, tokens in remaining_tokens(report).items()}
-        yield self._gauges(catalog.REMAINING_TOKENS, left)
-        policies = {(policy,): int(policy == report.get("policy")) for policy in LABEL_VALUES["policy"]}
-        yield self._gauges(catalog.POLICY_INFO, policies)
-
-    def _counts(self, metric: Metric, names: Mapping[str, tuple[str, ...]]) -> Family:
-        family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for topology, totals in self._totals.by_topology().items():
-            for name, labels in names.items():
-                family.add_metric([topology, *labels], totals.get(name, 0))
-        return family
-
-    def _gauges(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> Family:
-        family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for labels, value in values.items():
-            family.add_metric([self._totals.topology, *labels], value)
-        return family
-
-
-def _held(requests: Mapping[str, Any]) -> dict[tuple[str, ...], float]:
-    lanes = [request[0] for request in requests.values()]
-    return {(lane.kind,): lanes.count(lane) for lane in LANES}
-
-
-def remaining_tokens(report: Mapping[str, Any]) -> dict[RequestKind, int]:
-    """Prompt tokens left by kind, from an engine's report; generations also have what they may still produce."""
-    requests, prompt_left = report.get("requests", {}), report.get("prompt_left", {})
-    output_left = sum(max(0, most - made) for lane, _, made, most in requests.values() if lane == Lane.GENERATE)
-    generate = prompt_left.get("generate", 0) + output_left
-    return {"generate": generate, "embed": prompt_left.get("embed", 0)}

@@ -38,6 +38,11 @@ class OpenCall(Protocol):
         """The replica that was chosen; None before that, and after `cancel`."""
         ...
 
+    @property
+    def placed_s(self) -> float | None:
+        """When it was chosen (monotonic clock)."""
+        ...
+
     def cancel(self) -> None:
         """Ends the call: the replica's app is told that its client left. No effect on a call that has ended."""
         ...
@@ -71,7 +76,13 @@ class _RayCall:
 
     @property
     def replica_id(self) -> ReplicaId | None:
-        return self._state.chosen.get(self._call_id)
+        placed = self._state.chosen.get(self._call_id)
+        return None if placed is None else placed.replica_id
+
+    @property
+    def placed_s(self) -> float | None:
+        placed = self._state.chosen.get(self._call_id)
+        return None if placed is None else placed.at_s
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]:
         return self

@@ -146,5 +146,6 @@ class PoolKeeper:
             log.error("replica_quarantined", pool=self._pool.name, replica=replica_id, reason=now[replica_id])
         for replica_id in before.keys() - now.keys():
             log.info("replica_left_quarantine", pool=self._pool.name, replica=replica_id)
+        self._state.num_quarantines += len(now.keys() - before.keys())
         self._state.quarantined = now
         self._changed.set()

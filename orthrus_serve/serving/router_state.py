@@ -8,8 +8,9 @@ runs Serve's routers writes to it. Leaves out the arithmetic (`policy/ledger.py`
 
 import asyncio
 import random
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
@@ -43,6 +44,14 @@ class Likely:
     num_candidates: int
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A replica that was chosen for a call, and when (monotonic clock)."""
+
+    replica_id: ReplicaId
+    at_s: float
+
+
 @dataclass
 class RouterState:
     """The ledger of one deployment, and what its rule needs besides.
@@ -54,6 +63,8 @@ class RouterState:
         split: how many replicas have which role; None: each serves both kinds.
         replicas: those that Serve last listed as running, without any that died since.
         quarantined: replicas that are alive but cannot serve, and why.
+        num_quarantines: how often a replica was put out.
+        num_routed_to: requests that were sent to each running replica, by kind.
         chosen: the replica of each open call that somebody will ask about.
         coming: charges of calls that were opened and not placed yet. The Front's thread adds, the router's takes away.
         loop: where the router chooses; what it reads changes only there.
@@ -67,7 +78,10 @@ class RouterState:
     num_routed: int = 0
     last_turns: dict[ReplicaId, int] = field(default_factory=dict)
     quarantined: Mapping[ReplicaId, str] = field(default_factory=dict)
-    chosen: OrderedDict[str, ReplicaId] = field(default_factory=OrderedDict)
+    num_quarantines: int = 0
+    num_routed_to: Counter[tuple[ReplicaId, RequestKind]] = field(default_factory=Counter)
+    clock: Callable[[], float] = time.monotonic
+    chosen: OrderedDict[str, Placed] = field(default_factory=OrderedDict)
     report_numbers: dict[ReplicaId, int] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
     coming: dict[str, int] = field(default_factory=dict)
@@ -82,10 +96,12 @@ class RouterState:
         chosen = choose_replica(self.rule, candidates, self._loads(self.rule), self.rng)
         self.num_routed += 1
         self.last_turns[chosen] = self.num_routed
+        if routed.kind is not None:
+            self.num_routed_to[chosen, routed.kind] += 1
         self.ledger.charge(_charge_id(routed.request_id, chosen), chosen, routed.charge)
         if routed.call_id is not None:
             self.coming.pop(routed.call_id, None)
-            self.chosen[routed.call_id] = chosen
+            self.chosen[routed.call_id] = Placed(chosen, self.clock())
             if len(self.chosen) > MAX_CHOSEN:
                 self.chosen.popitem(last=False)
         return chosen
@@ -148,6 +164,8 @@ class RouterState:
         for memory in (self.last_turns, self.report_numbers):
             for gone in [replica for replica in memory if replica not in replica_ids]:
                 del memory[gone]
+        for key in [key for key in self.num_routed_to if key[0] not in replica_ids]:
+            del self.num_routed_to[key]
 
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone."""

@@ -15,6 +15,7 @@ from typing import Any
 import orthrus_serve
 from orthrus_serve.serving.error_shape import JSON_HEADERS
 from orthrus_serve.serving.live_status import Serving, arms_status, live_status
+from orthrus_serve.serving.metrics_export import silent_text
 from orthrus_serve.serving.metrics_merge import merge_metrics
 from orthrus_serve.serving.pool import Pool
 from orthrus_serve.serving.tunnel import Header
@@ -82,16 +83,20 @@ class StatusPages:
         return (200 if is_well else 503), list(JSON_HEADERS), json.dumps(body).encode()
 
     async def metrics(self) -> Page:
-        """The metrics of all replicas of all pools and of this Front, each sample with the label `replica`."""
-        texts = {self._front_id: self._own_metrics()}
+        """The metrics of all replicas of all pools and of all Fronts, each sample with the label `replica`. Whoever does not
+        answer in time is left out, and counted where it is an engine replica."""
+        asked = [pool.ask_all("metrics", ASK_TIMEOUT_S) for pool in self._pools.values()]
+        fronts, *answers = await asyncio.gather(self._parts.fronts("metrics", ASK_TIMEOUT_S), *asked)
+        texts = {answer["replica"]: answer["text"] for answer in _answered("Front", fronts)}
+        texts[self._front_id] = self._own_metrics()
         arms: dict[str, dict[str, str]] = {}
-        for arm, pool in self._pools.items():
-            for answer in await pool.ask_all("metrics", ASK_TIMEOUT_S):
-                if isinstance(answer, BaseException):
-                    log.warning("metrics_missing", pool=pool.name, cause=repr(answer))
-                else:
-                    texts[answer["replica"]] = answer["text"]
-                    arms[answer["replica"]] = {"arm": arm} if arm else {}
+        silent: dict[str, int] = {}
+        for (arm, pool), of_arm in zip(self._pools.items(), answers, strict=True):
+            found = _answered(pool.name, of_arm)
+            silent[arm] = len(of_arm) - len(found)
+            texts.update({answer["replica"]: answer["text"] for answer in found})
+            arms.update({answer["replica"]: {"arm": arm} for answer in found if arm})
+        texts["scrape"] = silent_text(silent)
         merged = merge_metrics(texts, more=arms)
         if merged.unreadable:
             log.warning("metrics_unreadable", replicas=" ".join(merged.unreadable))
@@ -115,6 +120,13 @@ class StatusPages:
     def version(self) -> Page:
         """The versions of this package and of what it stands on."""
         return 200, list(JSON_HEADERS), json.dumps(self._versions).encode()
+
+
+def _answered(pool: str, answers: list[Any]) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            log.warning("metrics_missing", pool=pool, cause=repr(answer))
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def _pool_health(answers: list[Any]) -> dict[str, Any]:

@@ -1,8 +1,14 @@
-"""Events with ids on the standard logger: `request_rejected request_id=r1 load=4096`. Leaves out handlers and levels."""
+"""Events with ids on the standard logger: `request_rejected request_id=r1 load=4096`.
+
+Processes of the server call `configure`; elsewhere events go wherever the standard logger sends them.
+"""
 
 import json
 import logging
+import sys
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,40 @@ class EventLog:
     def _write(self, level: int, event: str, fields: dict[str, object], exc_info: bool = False) -> None:
         if self.logger.isEnabledFor(level):
             # stacklevel: the line of the caller, not of this file.
-            self.logger.log(level, "%s", format_event(event, fields), exc_info=exc_info, stacklevel=3)
+            told = {"event": event, "fields": fields}
+            self.logger.log(level, "%s", format_event(event, fields), exc_info=exc_info, stacklevel=3, extra=told)
 
 
 def event_log(name: str) -> EventLog:
     """The event log of a module: `log = event_log(__name__)`."""
     return EventLog(logging.getLogger(name))
+
+
+class _JsonFormatter(logging.Formatter):
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = getattr(record, "fields", {})
+        line: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": getattr(record, "event", record.getMessage()),
+            **{key: value if isinstance(value, int | float | None) else str(value) for key, value in fields.items()},
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(level: str, *, as_json: bool, root: str = "orthrus_serve") -> None:
+    """Sends the events of this package to the process's standard error, one line each. Replaces what was set before."""
+    logger = logging.getLogger(root)
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(_JsonFormatter() if as_json else plain)
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
 
 
 def format_event(event: str, fields: dict[str, object]) -> str:

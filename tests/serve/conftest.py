@@ -22,6 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from orthrus_serve.app import build, compose
 from orthrus_serve.config.schema import AppArgs
+from tests.serve.collector import Collector, running_collector
 from tests.serve.fakes import start_fake
 
 REPOSITORY = Path(__file__).parents[2]
@@ -68,8 +69,9 @@ class App:
 
 
 @contextlib.contextmanager
-def local_serve(num_cpus: int = 4) -> Iterator[str]:
-    """A Ray and a Serve of our own; yields the address of its proxy. `num_cpus` are logical."""
+def local_serve(num_cpus: int = 4, metrics_port: int | None = None) -> Iterator[str]:
+    """A Ray and a Serve of our own; yields the address of its proxy. `num_cpus` are logical. Ray publishes its metrics at
+    `metrics_port`."""
     folder = tempfile.mkdtemp(prefix="orthrus-ray-")  # short: Ray puts sockets below it
     ray.init(
         address="local",
@@ -79,6 +81,7 @@ def local_serve(num_cpus: int = 4) -> Iterator[str]:
         log_to_driver=False,
         logging_level="ERROR",
         namespace="serve",
+        _metrics_export_port=metrics_port,
         runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY)}},
         _temp_dir=folder,
     )
@@ -95,9 +98,15 @@ def local_serve(num_cpus: int = 4) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def serve_url() -> Iterator[str]:
+def ray_metrics_port() -> int:
+    """Where the local Ray publishes its metrics."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def serve_url(ray_metrics_port: int) -> Iterator[str]:
     """The address of a local Serve."""
-    with local_serve() as url:
+    with local_serve(metrics_port=ray_metrics_port) as url:
         yield url
 
 
@@ -124,7 +133,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="session")
-def real(serve_url: str, tiny: Any) -> App:
+def collector() -> Iterator[Collector]:
+    """Where the traces of the real application go."""
+    with running_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def real(serve_url: str, tiny: Any, collector: Collector) -> App:
     """One replica with the real engine over the tiny model; two adapters embed (one by a head), one generates."""
     import safetensors.torch
     import torch
@@ -149,6 +165,10 @@ def real(serve_url: str, tiny: Any) -> App:
         "num_gpus_per_replica": 0,
         "num_cpus_per_replica": 1,
         "limits": {"max_inputs": 64, "max_n": 8},
+        # Far above what a step takes here, and what a CPU does: both are there to be measured by.
+        "engine": {"target_tpot_ms": 30_000, "peak_tflops": 0.1},
+        "tracing": {"endpoint": collector.url},
+        "log": {"requests": True},
         "vllm": TINY_VLLM,
     }
     serve.run(build(args), name="real", route_prefix="/real")

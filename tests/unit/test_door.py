@@ -108,7 +108,7 @@ def test_goal_priority_and_key_do_not_travel_to_the_engine() -> None:
         (b"x-priority", b"low"),
         (b"authorization", b"Bearer a"),
     ]
-    assert {name for name, _ in _forwarded_headers(headers, 0)} == {b"x-request-id", b"content-length"}
+    assert {name for name, _ in _forwarded_headers(headers, "id", 0)} == {b"x-request-id", b"content-length"}
 
 
 @pytest.mark.parametrize(("name", "value"), [("x_slo_e2e_ms", "0"), ("x_slo_ttft_ms", "inf"), ("x_priority", "")])

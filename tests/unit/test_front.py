@@ -17,9 +17,11 @@ from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.pool import PoolUnavailableError, ReplicaLostError
 from orthrus_serve.serving.pool_keeper import PoolKeeper
+from orthrus_serve.serving.request_watch import RequestWatch
 from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.serving.routes import NOT_YET, ROUTES, Target
 from orthrus_serve.serving.status import StatusPages, StatusParts
+from orthrus_serve.serving.tracing import Traces
 from orthrus_serve.serving.tunnel import GONE_HEADER, Start, TunnelRequest
 from orthrus_serve.types import ReplicaId
 
@@ -37,6 +39,7 @@ class ScriptedCall:
     def __init__(self, script: list[Any], replica_id: ReplicaId) -> None:
         self._script = iter(script)
         self.replica_id = replica_id
+        self.placed_s = 1.0
         self.is_cancelled = False
 
     def __aiter__(self) -> AsyncIterator[Start | bytes]:
@@ -89,6 +92,8 @@ async def own_info() -> dict[str, Any]:
 
 
 async def all_fronts(method: str, timeout_s: float) -> list[Any]:
+    if method == "metrics":
+        return [{"replica": "front-2", "text": "# HELP b b\n# TYPE b gauge\nb 2\n"}, TimeoutError("late")]
     return [FRONT, TimeoutError("late")]
 
 
@@ -105,7 +110,8 @@ class Client:
         args = AppArgs.model_validate(ARGS)
         arm = Arm("", pool, self.keeper, ChargeEstimator(), self.state, LiveRouting(args, self.state))
         arms = LiveArms(args, [arm])
-        self._app = FrontApp(arms, limits, self.metrics, pages, AbPage(arms, all_fronts))
+        watch = RequestWatch(self.metrics, arms, Traces(None), logs_requests=True)
+        self._app = FrontApp(arms, limits, self.metrics, watch, pages, AbPage(arms, all_fronts))
         self.left = asyncio.Event()
         self.status: int | None = None
         self.headers: dict[bytes, bytes] = {}
@@ -367,6 +373,13 @@ async def test_metrics_tell_replicas_apart_and_survive_one_that_does_not_answer(
     assert b'a_total{replica="r1",x="1"} 1.0\na_total{replica="r2",x="1"} 2.0' in client.body
     assert client.body.count(b"# TYPE a_total counter") == 1
     assert b"r3" not in client.body
+    assert b'orthrus_front_silent_replicas{arm="",replica="scrape"} 1.0' in client.body
+
+
+async def test_metrics_are_those_of_all_fronts_whoever_is_asked() -> None:
+    client = await Client(ScriptedPool(answers=[])).ask("GET", "/metrics")
+    assert b'b{replica="front-2"} 2.0' in client.body
+    assert b'orthrus_refusals_total{kind="embed",reason="saturated",replica="front-1"} 0.0' in client.body
 
 
 async def test_the_status_page_tells_what_is_in_force_and_who_did_not_answer() -> None:

@@ -25,6 +25,7 @@ class Call:
     def __init__(self, outcome: Any) -> None:
         self._outcome = outcome
         self.replica_id = None
+        self.placed_s = None
 
     async def __aiter__(self) -> AsyncIterator[Start | bytes]:
         if self._outcome is ...:

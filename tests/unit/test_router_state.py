@@ -83,7 +83,7 @@ def test_who_was_chosen_for_a_call_can_be_asked_and_is_not_kept_for_ever(monkeyp
     state = RouterState()
     for number in range(100):
         choose(state, str(number), [A], call_id=str(number))
-    assert state.chosen == {str(number): A for number in range(90, 100)}
+    assert {call: placed.replica_id for call, placed in state.chosen.items()} == {str(n): A for n in range(90, 100)}
 
 
 def test_the_late_end_of_a_first_try_does_not_settle_the_second() -> None:
