@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from orthrus_serve.engine.lane_queue import LaneQueue, lane_of
+from orthrus_serve.engine.orphan_watch import end_with_owner
 from orthrus_serve.engine.settings import LiveSettings
 from orthrus_serve.engine.step_record import StepRecorder
 from orthrus_serve.engine.vllm_compat import EngineCore, Scheduler
@@ -47,6 +48,7 @@ class CoreChannelMixin(_SchedulerBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_owner()
         self._watchers: list[Future[Report]] = []
         self._report_gap_s = 0.0
         self._last_report_s = 0.0
