@@ -32,6 +32,11 @@ class _Known:
     num_other_open: int = 0
     num_drift_tokens: int = 0
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it may be forgotten."""
+        return not (self.requests or self.num_other_tokens or self.num_other_open or self.num_drift_tokens)
+
 
 class TokenLoadLedger:
     """The load of every replica, as one Front sees it: its own open charges, plus what others have there by report.
@@ -80,7 +85,7 @@ class TokenLoadLedger:
         known.requests.discard(request_id)
         self._num_own_tokens -= charge.num_tokens
         self._add(charge.replica_id, -charge.num_tokens, -charge.num_charged_tokens, -1)
-        if known == _Known():
+        if known.is_nothing:
             del self._known[charge.replica_id]  # replica ids are new after each restart: keep only those with something
         return charge.num_tokens
 
@@ -131,8 +136,9 @@ class TokenLoadLedger:
         num_more_open = max(0, num_other_open) - known.num_other_open
         known.num_other_tokens += num_more_tokens
         known.num_other_open += num_more_open
-        self._add(replica_id, known.num_drift_tokens + num_more_tokens, 0, num_more_open)
-        if known == _Known():
+        if known.num_drift_tokens or num_more_tokens or num_more_open:
+            self._add(replica_id, known.num_drift_tokens + num_more_tokens, 0, num_more_open)
+        if known.is_nothing:
             del self._known[replica_id]
 
     def load(self, replica_id: ReplicaId) -> int:

@@ -171,7 +171,7 @@ class Door:
         )
 
     def _decide(self, asked: Asked, now_s: float) -> Predicted | Refused:
-        likely = self._load.likely(asked.kind)
+        likely = self._load.likely(asked.kind, asked.num_tokens)
         if likely is None:
             return Predicted()  # nothing is known of any replica: the router waits for one, or refuses
         backlog = Backlog(likely.num_tokens, likely.num_open, self._rates.of(likely.replica_id), likely.num_candidates)

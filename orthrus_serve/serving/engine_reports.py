@@ -10,6 +10,7 @@ Leaves out the arithmetic (`policy/remaining.py`) and what a Front makes of it (
 """
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -51,11 +52,19 @@ class ReplicaReport:
 
     def num_other_tokens(self, front: str) -> int:
         """Remaining tokens of everyone else's calls."""
-        return sum(sum(calls.values()) for other, calls in self.calls.items() if other != front)
+        return self._num_tokens - sum(self.own(front).values())
 
     def num_other_open(self, front: str) -> int:
         """How many calls everyone else has open there."""
-        return sum(len(calls) for other, calls in self.calls.items() if other != front)
+        return self._num_open - len(self.own(front))
+
+    @functools.cached_property
+    def _num_tokens(self) -> int:
+        return sum(sum(calls.values()) for calls in self.calls.values())
+
+    @functools.cached_property
+    def _num_open(self) -> int:
+        return sum(map(len, self.calls.values()))
 
 
 @dataclass

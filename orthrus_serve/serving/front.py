@@ -20,6 +20,7 @@ from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.key_limits import KeyAccounts
 from orthrus_serve.policy.quarantine import QuarantineRules
+from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.ab_page import AbPage
 from orthrus_serve.serving.admission import Door, TurnedAwayError, key_accounts
 from orthrus_serve.serving.asgi_io import (
@@ -32,7 +33,7 @@ from orthrus_serve.serving.asgi_io import (
     send_whole,
 )
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, num_tokens_of, shape_of_request
-from orthrus_serve.serving.engine_reports import ReplicaReport, report_gap_s
+from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.exchange import Exchange
 from orthrus_serve.serving.live_arms import Arm, LiveArms
@@ -342,11 +343,7 @@ class Front:
 
     async def take_report(self, report: ReplicaReport) -> float:
         """Called by the engine replicas while they have work. Returns how many seconds the next one should be apart."""
-        for arm in self._arms:
-            arm.state.take_report(self._id, report)  # an arm that the replica is not of ignores it
-            if arm.door is not None and report.replica in arm.state.replicas:
-                arm.door.take_report(report)
-        return report_gap_s(sum(len(arm.state.replicas) for arm in self._arms))
+        return self._arms.take_report(self._id, report, ray_compat.place_among_replicas())
 
     async def metrics(self) -> dict[str, str]:
         """`{"replica": id, "text": Prometheus text}` of this Front alone; the page `/metrics` has everybody's."""

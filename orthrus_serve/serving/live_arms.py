@@ -17,9 +17,11 @@ from orthrus_serve.config.schema import AppArgs, FrontLiveSpec
 from orthrus_serve.errors import ConfigError, RequestError
 from orthrus_serve.policy.arms import Mirror, choose_arm, is_mirrored
 from orthrus_serve.policy.charge import ChargeEstimator
+from orthrus_serve.policy.replica_choice import Place
 from orthrus_serve.policy.slices import SliceLog
 from orthrus_serve.serving.admission import Door
 from orthrus_serve.serving.asgi_io import header
+from orthrus_serve.serving.engine_reports import ReplicaReport, report_gap_s
 from orthrus_serve.serving.exchange import ARM_HEADER
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.pool import Pool
@@ -55,6 +57,7 @@ class Arm:
         ledger = self.state.ledger
         return {
             **self.routing.describe(),
+            "place": None if self.state.place is None else [self.state.place.rank, self.state.place.num_fronts],
             "replicas": list(self.state.replicas),
             "routed": self.state.num_routed,
             "open": ledger.num_open,
@@ -81,6 +84,16 @@ class LiveArms:
 
     def __iter__(self) -> Iterator[Arm]:
         return iter(self._arms.values())
+
+    def take_report(self, front: str, report: ReplicaReport, place: Place) -> float:
+        """Brings a replica's report to the arm that it is of, and this Front's place among all to every arm. Returns how many
+        seconds the next report should be apart."""
+        for arm in self:
+            arm.state.place = place
+            arm.state.take_report(front, report)  # an arm that the replica is not of ignores it
+            if arm.door is not None and report.replica in arm.state.replicas:
+                arm.door.take_report(report)
+        return report_gap_s(sum(len(arm.state.replicas) for arm in self))
 
     @property
     def are_named(self) -> bool:

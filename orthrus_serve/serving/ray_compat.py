@@ -6,6 +6,7 @@ Leaves out what is public (`serve.deployment`, handles, `ray.serve.request_route
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from orthrus_serve.errors import UnsupportedVersionError
+from orthrus_serve.policy.replica_choice import Place
 
 PINNED_RAY = "2.60.0"
 
@@ -101,6 +103,18 @@ def in_own_request_context(work: Coroutine[Any, Any, None]) -> "asyncio.Task[Non
         serve_request_context.set, context(request_id=request_id, _internal_request_id=request_id, app_name=app_name)
     )
     return asyncio.get_running_loop().create_task(work, context=own)
+
+
+def place_among_replicas() -> Place:
+    """Inside a replica, its place among those of its deployment, as Serve's controller ranks them; the same object as long as
+    the place is the same."""
+    context = serve.get_replica_context()
+    return _place(getattr(context.rank, "rank", 0), max(1, context.world_size or 1))
+
+
+@functools.cache
+def _place(rank: int, num_replicas: int) -> Place:
+    return Place(rank, num_replicas)
 
 
 async def ask_all(handle: DeploymentHandle[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.policy.ledger import TokenLoadLedger
-from orthrus_serve.policy.replica_choice import RULES, Measure, choose_replica
+from orthrus_serve.policy.replica_choice import RULES, Measure, Place, choose_replica, home_of
 from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.engine_reports import ReplicaReport
@@ -23,10 +23,20 @@ from orthrus_serve.types import ReplicaId, RequestId, RequestKind, RouterRule
 
 # A call that is given up before a replica was chosen for it would be remembered for ever.
 MAX_CHOSEN = 100_000
+# Lists of candidates that are kept: three kinds (none is one), asked about by the router and by the Front's admission.
+MAX_KEPT = 8
 
 
 class NoReplicaError(OrthrusError):
     """No replica of the deployment came up within the time that a request waits for one, or not the one that it may go to."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Who may be chosen, and which of them are at home; all alike where `home` is empty."""
+
+    replicas: Sequence[ReplicaId]
+    home: Sequence[ReplicaId] = ()
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,12 @@ class Placed:
 class RouterState:
     """The ledger of one deployment, and what its rule needs besides.
 
-    Three fields cross between threads, each written by one of them and replaced or popped in one step: the router's thread
-    writes `replicas` and `chosen`, the Front's writes `quarantined`.
+    Four fields cross between threads, each written by one of them and replaced or popped in one step: the router's thread
+    writes `replicas` and `chosen`, the Front's writes `quarantined` and `place`.
 
     Attributes:
         split: how many replicas have which role; None: each serves both kinds.
+        place: this Front's among all Fronts, which gives it a home among the replicas; None: no home.
         replicas: those that Serve last listed as running, without any that died since.
         quarantined: replicas that are alive but cannot serve, and why.
         num_quarantines: how often a replica was put out.
@@ -68,10 +79,12 @@ class RouterState:
         chosen: the replica of each open call that somebody will ask about.
         coming: charges of calls that were opened and not placed yet. The Front's thread adds, the router's takes away.
         loop: where the router chooses; what it reads changes only there.
+        kept: who may be chosen, by kind and list of replicas, and what that was worked out from. Either thread adds.
     """
 
     rule: RouterRule = "least_remaining_tokens"
     split: Split | None = None
+    place: Place | None = None
     replicas: tuple[ReplicaId, ...] = ()
     ledger: TokenLoadLedger = field(default_factory=TokenLoadLedger)
     rng: random.Random = field(default_factory=random.Random)
@@ -85,6 +98,7 @@ class RouterState:
     report_numbers: dict[ReplicaId, int] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
     coming: dict[str, int] = field(default_factory=dict)
+    kept: dict[tuple[RequestKind | None, int], tuple[tuple[object, ...], Candidates]] = field(default_factory=dict)
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -92,8 +106,7 @@ class RouterState:
         Raises:
             NoReplicaError: the one replica that may be chosen is not among them.
         """
-        candidates = self._candidates(routed, replicas)
-        chosen = choose_replica(self.rule, candidates, self._loads(self.rule), self.rng)
+        chosen = self._choose(self._candidates(routed, replicas), routed.charge)
         self.num_routed += 1
         self.last_turns[chosen] = self.num_routed
         if routed.kind is not None:
@@ -106,32 +119,56 @@ class RouterState:
                 self.chosen.popitem(last=False)
         return chosen
 
-    def likely(self, kind: RequestKind) -> Likely | None:
-        """Who would be chosen now; charges nobody. None while no replica is known. May be called on any thread: it reads
-        loads one by one, while they may change."""
+    def likely(self, kind: RequestKind, num_tokens: int = 0) -> Likely | None:
+        """Who would be chosen now for a request of so many tokens; charges nobody. None while no replica is known.
+
+        May be called on any thread: it reads loads one by one, while they may change.
+        """
         replicas = self.replicas
         if not replicas:
             return None
         candidates = self._candidates(RoutedRequest("", kind), replicas)
-        chosen = choose_replica(self.rule, candidates, self._loads(self.rule), self.rng)
+        chosen = self._choose(candidates, num_tokens)
+        num_candidates = len(candidates.replicas)
         coming = list(self.coming.values())
         return Likely(
             chosen,
-            self.ledger.load(chosen) + sum(coming) // len(candidates),
-            self.ledger.open_requests.get(chosen, 0) + -(-len(coming) // len(candidates)),
-            len(candidates),
+            self.ledger.load(chosen) + sum(coming) // num_candidates,
+            self.ledger.open_requests.get(chosen, 0) + -(-len(coming) // num_candidates),
+            num_candidates,
         )
 
-    def _candidates(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
+    def _choose(self, candidates: Candidates, num_tokens: int) -> ReplicaId:
+        loads = self._loads(self.rule)
+        return choose_replica(
+            self.rule, candidates.replicas, loads, self.rng, home=candidates.home, num_tokens=num_tokens
+        )
+
+    def _candidates(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> Candidates:
         if routed.only is not None:
             if routed.only not in replicas:
                 raise NoReplicaError(f"replica {routed.only} is not running")
-            return [ReplicaId(routed.only)]
+            return Candidates([ReplicaId(routed.only)])
+        if not routed.avoid:  # nearly always
+            return self._usable(routed.kind, replicas)
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
         usable = _without(routed.avoid, _without(self.quarantined, replicas))
         # Roles are shared among those that can serve now: where the only one of a role just failed, another takes it over, as
         # it will for everybody once Serve lists the failed one no more.
-        return self.serving(routed.kind, usable)
+        return Candidates(self.serving(routed.kind, usable))
+
+    def _usable(self, kind: RequestKind | None, replicas: Sequence[ReplicaId]) -> Candidates:
+        """Those that serve the kind and are not in quarantine. Worked out once for as long as these are the same objects: there
+        may be many replicas, and none of the four is ever changed, only replaced."""
+        made_from = (replicas, self.quarantined, self.split, self.place)
+        kept = self.kept.get((kind, id(replicas)))
+        if kept is None or any(old is not new for old, new in zip(kept[0], made_from, strict=True)):
+            if len(self.kept) >= MAX_KEPT:
+                self.kept.clear()
+            usable = self.serving(kind, _without(self.quarantined, replicas))
+            kept = (made_from, Candidates(usable, () if self.place is None else home_of(usable, self.place)))
+            self.kept[kind, id(replicas)] = kept
+        return kept[1]
 
     def serving(self, kind: RequestKind | None, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
         """Those of `replicas` whose role it is to serve that kind; all, when they have no roles or the request has no kind."""
@@ -182,7 +219,11 @@ class RouterState:
     def follow(self, front: str, report: ReplicaReport) -> None:
         """Corrects the ledger, unless the report is late, or of a replica that is gone (it would never be forgotten again)."""
         replica_id = ReplicaId(report.replica)
-        if replica_id not in self.replicas or report.number <= self.report_numbers.get(replica_id, 0):
+        last_number = self.report_numbers.get(replica_id)
+        if last_number is None:
+            if replica_id not in self.replicas:  # a look through all of them, once for each replica
+                return
+        elif report.number <= last_number:
             return
         self.report_numbers[replica_id] = report.number
         own = {_charge_id(request_id, replica_id): num_tokens for request_id, num_tokens in report.own(front).items()}

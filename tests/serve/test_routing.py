@@ -116,6 +116,15 @@ async def test_a_front_sees_its_requests_progress_and_those_of_others(four: App)
         assert (await asking).status_code == 200
 
 
+async def test_every_front_knows_its_place_among_all(four: App) -> None:
+    """By which each has a home of its own among many replicas."""
+    async with client_of(four) as client:
+        path, body = embedding(50)
+        await asyncio.gather(*[client.post(path, json=body) for _ in range(8)])
+    places = [[rank, NUM] for rank in range(NUM)]
+    await asyncio.to_thread(until, lambda: sorted(front["place"] or [] for front in four.info("Front")) == places)
+
+
 async def test_four_fronts_bursting_at_once_give_no_replica_more_than_half_again_its_share(four: App) -> None:
     rng = random.Random(2)
     asked = [embedding(rng.randint(50, 150)) if rng.random() < 0.5 else completion(50, 50) for _ in range(120)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orthrus_serve.policy.replica_choice import RULES, choose_replica
+from orthrus_serve.policy.replica_choice import MAX_LOOKED_AT, MIN_HOME, RULES, Place, choose_replica, home_of
 from orthrus_serve.types import ReplicaId
 
 IDS = [ReplicaId(name) for name in ("a", "b", "c", "d")]
@@ -69,3 +69,64 @@ def test_round_robin_takes_turns_within_each_role_too():
 def test_choosing_from_nothing_is_refused():
     with pytest.raises(ValueError, match="no replica"):
         choose_replica("round_robin", [], {}, random.Random(0))
+
+
+# --- at home first --------------------------------------------------------------------------------------------------
+
+
+def ids(number: int) -> list[ReplicaId]:
+    return [ReplicaId(f"{at:04d}") for at in range(number)]
+
+
+@given(st.integers(1, 200), st.integers(1, 80))
+def test_every_replica_is_at_home_with_equally_many_fronts(num_replicas, num_fronts):
+    homes = [home_of(ids(num_replicas), Place(rank, num_fronts)) for rank in range(num_fronts)]
+    size = len(homes[0])
+    assert all(len(set(home)) == size == len(home) for home in homes)
+    assert size == min(num_replicas, max(MIN_HOME, -(-num_replicas // num_fronts)))
+    counts = Counter(replica for home in homes for replica in home)
+    if num_fronts * size >= num_replicas and num_fronts <= num_replicas:
+        assert set(counts) == set(ids(num_replicas))
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@given(st.permutations(ids(9)), st.integers(0, 3))
+def test_a_home_does_not_depend_on_the_order_of_the_list(replicas, rank):
+    assert home_of(replicas, Place(rank, 4)) == home_of(ids(9), Place(rank, 4))
+
+
+def at_home(loads, num_tokens=10, home=IDS[:2], replicas=IDS, seed=1):
+    return choose_replica(
+        "least_remaining_tokens", replicas, loads, random.Random(seed), home=home, num_tokens=num_tokens
+    )
+
+
+def test_a_request_stays_at_home_unless_somewhere_else_is_better_even_if_twice_as_loaded_as_known():
+    a, b, c, d = IDS
+    assert {at_home({a: 100, b: 90, c: 60, d: 60}, seed=seed) for seed in range(50)} == {b}
+    assert {at_home({a: 100, b: 90, c: 34, d: 34}, seed=seed) for seed in range(50)} == {b, c, d}  # 2 x (34 + 10) < 90
+    assert {at_home({a: 100, b: 90, c: 35, d: 35}, seed=seed) for seed in range(50)} == {b}
+    assert {at_home({a: 20, b: 20}, seed=seed) for seed in range(50)} == {a, b}, (
+        "an idle one elsewhere is not that much better"
+    )
+
+
+def test_with_a_home_other_rules_are_as_they_were():
+    loads = {IDS[0]: 3, IDS[1]: 2, IDS[2]: 1}
+    for rule in ("in_flight_tokens", "round_robin"):
+        assert choose_replica(rule, IDS, loads, random.Random(0), home=IDS[:1], num_tokens=1) == IDS[3]
+
+
+def test_of_a_large_home_a_sample_is_looked_at():
+    replicas = ids(1000)
+
+    class Loads(dict):
+        num_asked = 0
+
+        def get(self, key, default=None):
+            self.num_asked += 1
+            return super().get(key, default)
+
+    loads = Loads(dict.fromkeys(replicas, 500))
+    at_home(loads, num_tokens=1, home=replicas, replicas=replicas)
+    assert MAX_LOOKED_AT <= loads.num_asked <= MAX_LOOKED_AT + 3

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from orthrus_serve.policy.replica_choice import Place, home_of
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving import router_state
@@ -143,3 +144,38 @@ async def test_a_late_report_and_one_of_a_replica_that_is_gone_change_nothing() 
     state.set_running([B])
     state.follow("f", ReplicaReport("a", {"g": {"9": 5}}, number=3))
     assert state.ledger.loads([A, B]) == {A: 0, B: 0}
+
+
+def test_with_a_place_among_fronts_a_request_goes_home_first_also_within_a_role() -> None:
+    replicas = [ReplicaId(f"r{number:02d}") for number in range(16)]
+    state = RouterState(place=Place(1, 4))
+    assert {choose(state, str(n), replicas, charge=10) for n in range(8)} == set(home_of(replicas, Place(1, 4)))
+    state = RouterState(place=Place(1, 2), split=Split(1, 1))
+    assert {choose(state, str(n), replicas, kind="embed", charge=10) for n in range(8)} == set(replicas[4:8])
+    assert {choose(state, f"g{n}", replicas, kind="generate", charge=10) for n in range(8)} == set(replicas[12:])
+
+
+def test_who_may_be_chosen_follows_list_roles_quarantine_and_place_at_once() -> None:
+    replicas = [ReplicaId(f"r{number:02d}") for number in range(16)]
+    state = RouterState(place=Place(0, 4))
+    assert choose(state, "1", replicas, charge=1) in replicas[:4]
+    state.place = Place(1, 4)
+    assert choose(state, "2", replicas, charge=1) in replicas[4:8]
+    state.quarantined = dict.fromkeys(replicas[4:12], "so")
+    assert choose(state, "3", replicas, charge=1) in [replicas[number] for number in (2, 3, 12, 13)]
+    state.quarantined = {}
+    state.split = Split(1, 1)
+    assert choose(state, "4", replicas, kind="embed", charge=1) in replicas[2:6]
+    assert choose(state, "5", replicas[:1], kind="generate", charge=1) == replicas[0]
+    for number in range(100):  # what is kept of lists that are gone has a bound
+        choose(state, f"x{number}", [A, B], charge=1)
+    assert len(state.kept) <= router_state.MAX_KEPT
+
+
+def test_admission_is_told_of_a_replica_at_home() -> None:
+    replicas = tuple(ReplicaId(f"r{number:02d}") for number in range(16))
+    state = RouterState(place=Place(2, 4), replicas=replicas)
+    likely = state.likely("embed", num_tokens=100)
+    assert likely is not None
+    assert likely.replica_id in replicas[8:12]
+    assert likely.num_candidates == 16
