@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
@@ -36,10 +35,12 @@ from orthrus_serve.policy.replica_choice import RULES
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.router_state import RouterState
+from orthrus_serve.sim.cluster import Cluster, Setup
+from orthrus_serve.sim.engines import SerialEngine, SharedEngine
+from orthrus_serve.sim.workload import Arrival, heavy_tailed, poisson
 from orthrus_serve.types import ReplicaId, RouterRule
 from tests.serve.conftest import FAKE_ARGS, App, local_serve
 from tests.serve.metered import start_metered
-from tests.serve.virtual_routing import Arrival, EngineKind, VirtualRun, VirtualSetup
 
 APP, NUM_ENGINES, NUM_FRONTS = "routing-rules", 4, 2
 TOKENS_PER_S = 1000
@@ -57,20 +58,7 @@ def http(arrival: Arrival) -> tuple[str, dict[str, Any]]:
 
 def make_trace(seed: int, seconds: float, utilisation: float) -> list[Arrival]:
     """Six embeddings to four generations, all lengths heavy-tailed; exactly that share of what the engines can compute."""
-    rng = random.Random(seed)
-    arrivals: list[Arrival] = []
-    at_s, num_tokens, most_tokens = 0.0, 0, utilisation * NUM_ENGINES * TOKENS_PER_S * seconds
-    while num_tokens < most_tokens:
-        at_s += rng.expovariate(1.0)
-        if rng.random() < 0.6:
-            prompt, output, kind = min(4000, 5 + int(rng.lognormvariate(4.4, 1.0))), 0, "embed"
-        else:
-            prompt = min(4000, 10 + int(rng.lognormvariate(5.0, 0.8)))
-            output, kind = min(MAX_TOKENS, int(40 * rng.paretovariate(1.3))), "generate"
-        arrivals.append(Arrival(at_s, kind, prompt, output))
-        num_tokens += arrivals[-1].num_tokens
-    stretch = seconds / at_s
-    return [Arrival(a.at_s * stretch, a.kind, a.num_prompt, a.num_output) for a in arrivals]
+    return poisson(heavy_tailed, seed, seconds, utilisation * NUM_ENGINES * TOKENS_PER_S)
 
 
 def simulate_exact(trace: Sequence[Arrival]) -> list[float]:
@@ -158,15 +146,22 @@ def compare_virtually(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         name = f"least_remaining_tokens, {num_fronts} Fronts, {'with' if has_reports else 'without'} reports"
         arms.append((name, "least_remaining_tokens", num_fronts, has_reports))
     found: dict[str, dict[str, Any]] = {}
-    for engine in get_args(EngineKind):
+    for engine, make in {"serial": SerialEngine, "shared": SharedEngine}.items():
         blocks: list[dict[str, Any]] = []
         for seed in range(1000, 1000 + options.virtual_traces):
             trace = make_trace(seed, 300.0, options.utilisation)
             if engine == "serial":
                 blocks.append({"rule": "exact (simulated)", "latency_s": simulate_exact(trace), "by_engine": {}})
             for name, rule, num_fronts, has_reports in arms:
-                setup = VirtualSetup(engine, NUM_ENGINES, num_fronts, TOKENS_PER_S, MAX_TOKENS, has_reports)
-                played = VirtualRun(setup, rule, seed).play(trace)
+                setup = Setup(
+                    lambda agenda, ended, _, make=make: make(agenda, TOKENS_PER_S, ended),
+                    NUM_ENGINES,
+                    num_fronts,
+                    rule,
+                    max_tokens=MAX_TOKENS,
+                    has_reports=has_reports,
+                )
+                played = Cluster(setup, seed).play(trace)
                 by_engine = dict(enumerate(played.by_engine))
                 blocks.append({"rule": name, "latency_s": played.latency_s, "by_engine": by_engine})
         names = dict.fromkeys(block["rule"] for block in blocks)
@@ -317,7 +312,7 @@ def main() -> int:
         block["latency_ms"] = [round(1e3 * latency, 1) for latency in block.pop("latency_s")]
     traces = [
         [
-            list(asdict(arrival).values())
+            [arrival.at_s, arrival.kind, arrival.num_prompt, arrival.num_output]
             for arrival in make_trace(options.seed + n, options.seconds, options.utilisation)
         ]
         for n in range(options.rounds)
