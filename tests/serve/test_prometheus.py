@@ -14,6 +14,7 @@ import yaml
 from ray import serve
 
 from orthrus_serve.app import compose
+from orthrus_serve.cli import main
 from orthrus_serve.config.load import parse_args
 from orthrus_serve.telemetry.catalog import CATALOG
 from tests.serve.conftest import FAKE_ARGS, App
@@ -151,6 +152,24 @@ def test_ray_publishes_our_metrics_and_vllms_with_its_own_labels(prometheus: Pro
     until(lambda: all(f"\n{name}{{" in published() for name in wanted), limit_s=60)
     line = next(line for line in published().splitlines() if line.startswith("ray_orthrus_requests_total{"))
     assert {'deployment="Front"', 'application="'} <= set(re.findall(r'(deployment="Front"|application=")', line))
+
+
+@pytest.mark.parametrize("which", ["arms", "real"])
+def test_top_shows_each_kind_of_each_replica(
+    which: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app: Any = request.getfixturevalue(which)
+    loading = threading.Thread(target=under_load, args=([app], 3.0))
+    loading.start()
+    assert main(["top", "--once", "--interval", "2", "--base-url", app.url]) == 0
+    loading.join()
+    header, *lines, total = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["replica", "kind", "held"]
+    assert [line.split()[1] for line in lines] == ["generate", "embed"] * {"arms": 3, "real": 1}[which]
+    assert total.startswith("requests a second: ")
+    if which == "real":
+        assert "decode" in lines[0]
+        assert "–" not in lines[1].split("embed", 1)[1].split("embed")[0]
 
 
 def test_an_alert_fires_when_a_replica_is_killed(prometheus: Prometheus, arms: App) -> None:
