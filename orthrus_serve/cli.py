@@ -60,8 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     vllm_args.set_defaults(run=_vllm_args, takes_rest=False)
 
     switch = verbs.add_parser("switch", help="change the topology of the running application, without a restart")
-    switch.add_argument("topology", help="orthrus, hetero_fcfs, unified_homo or dedicated")
-    switch.add_argument("--split", metavar="E:G", help="embedding to generating replicas, for dedicated (1:3)")
+    switch.add_argument("topology", help="orthrus, hetero_fcfs, unified_homo, dedicated or disagg_pd")
+    switch.add_argument(
+        "--split", metavar="E:G", help="replicas of the first role to the second (1:3), for dedicated and disagg_pd"
+    )
     switch.add_argument("--rule", help="the router's rule, if not the topology's own")
     switch.add_argument("--arm", help="which arm, where the application has arms")
     switch.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")

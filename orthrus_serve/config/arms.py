@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 from pydantic import ValidationError
 
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences
+from orthrus_serve.config.roles import ROLES
 from orthrus_serve.config.schema import OF_ARMS, AppArgs, FrontLiveSpec, RoutingSpec
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.types import TopologyName
@@ -58,7 +59,8 @@ def live_problems(args: AppArgs, live: FrontLiveSpec, prefix: KeyPath) -> list[s
     """What of a Front's `user_config` does not go with `args`: one sentence each, naming the key below `prefix`."""
     if not args.arms:
         given = [key for key in ("weights", "mirror", "arms") if getattr(live, key)]
-        return [f"{join((*prefix, key))}: goes with args.arms, and there are none" for key in given]
+        lines = [f"{join((*prefix, key))}: goes with args.arms, and there are none" for key in given]
+        return lines + routing_problems(args, live, prefix)
     lines = [
         f"{join((*prefix, key))}: each arm has its own; write it below arms"
         for key in RoutingSpec.model_fields
@@ -66,8 +68,11 @@ def live_problems(args: AppArgs, live: FrontLiveSpec, prefix: KeyPath) -> list[s
     ]
     lines += [_unknown(name, args, (*prefix, "arms")) for name in live.arms if name not in args.arms]
     for name, routing in live.arms.items():
-        if name in args.arms and routing.topology == "dedicated" and args.arms[name].num_replicas < 2:
-            lines.append(f"{join((*prefix, 'arms', name, 'topology'))}: dedicated needs num_replicas of at least 2")
+        if name in args.arms:
+            lines += routing_problems(args, routing, (*prefix, "arms", name))
+            if routing.topology in ROLES and args.arms[name].num_replicas < 2:
+                where = join((*prefix, "arms", name, "topology"))
+                lines.append(f"{where}: {routing.topology} needs num_replicas of at least 2")
     if live.weights is not None:
         lines += weight_problems(live.weights, args, (*prefix, "weights"))
     if live.mirror is not None:
@@ -76,6 +81,15 @@ def live_problems(args: AppArgs, live: FrontLiveSpec, prefix: KeyPath) -> list[s
         if live.mirror.source == live.mirror.target:
             lines.append(f"{join((*prefix, 'mirror'))}: from and to are the same arm")
     return lines
+
+
+def routing_problems(args: AppArgs, routing: RoutingSpec, prefix: KeyPath) -> list[str]:
+    """What of a pool's live routing does not go with the `args` that its engines were started with."""
+    if routing.topology == "disagg_pd" and args.kv_connector is None:
+        return [
+            f"{join((*prefix, 'topology'))}: disagg_pd moves KV between engines; these were started without kv_connector"
+        ]
+    return []
 
 
 def weight_problems(weights: Mapping[str, float], args: AppArgs, prefix: KeyPath) -> list[str]:

@@ -4,6 +4,7 @@ Guards: what would fail only after minutes of starting replicas fails here in a 
 refuses an adapter that binds nowhere) and values that vLLM judges with the model in hand.
 """
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ def _problems(application: Application, known: frozenset[str] | None) -> list[st
             where = join((*path, "adapters", name, "dimensions"))
             problems.append(f"{where}: {too_long[0]} is above the model's hidden size, {hidden_size}")
     if known is not None:
+        problems += _connector_problems(args, join((*path, "kv_connector")))
         sections = {"vllm": args.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in args.arms.items()}}
         for key, section in sections.items():
             try:
@@ -71,6 +73,13 @@ def _problems(application: Application, known: frozenset[str] | None) -> list[st
             except ConfigError as error:
                 problems += str(error).splitlines()
     return problems
+
+
+def _connector_problems(args: AppArgs, where: str) -> list[str]:
+    """Looked at where vLLM is installed only: elsewhere nothing of it will run."""
+    if args.kv_connector is None or importlib.util.find_spec(args.kv_connector) is not None:
+        return []
+    return [f"{where}: the package {args.kv_connector} is not installed; see docs/topologies.md"]
 
 
 def _model_problems(args: AppArgs, where: str) -> list[str]:

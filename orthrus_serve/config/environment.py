@@ -32,6 +32,12 @@ def replica_environment(args: AppArgs) -> dict[str, str]:
     }
 
 
+def kv_side_channel(host: str, port: int) -> None:
+    """Where the engine that this process starts next tells others how to fetch KV from it: for its core, which inherits it."""
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host  # noqa: TID251 - this is the one place
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)  # noqa: TID251
+
+
 def ray_auth_token() -> str | None:
     """The token that Ray's commands send, from where they have it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()  # noqa: TID251 - this is the one place

@@ -18,6 +18,7 @@ from typing_extensions import override
 from orthrus_serve.config.arms import arm_problems, filled_in, live_problems, routing_of
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
 from orthrus_serve.config.placement import placement_problems
+from orthrus_serve.config.roles import ROLES
 from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec, Section
 from orthrus_serve.config.serve_keys import SERVE_FILE, Keys
 from orthrus_serve.config.vllm_keys import refused_vllm_keys
@@ -263,8 +264,8 @@ def _application(entry: Any, index: int) -> Application | None:
     front_config, where = overridden.get(FRONT, (None, ()))
     front = parse_live(front_config, where, FrontLiveSpec)
     _refuse(live_problems(args, front, where))
-    if front.topology == "dedicated" and args.num_replicas < 2:
-        raise ConfigError(f"{join(where)}.topology: dedicated needs args.num_replicas of at least 2")
+    if front.topology in ROLES and args.num_replicas < 2:
+        raise ConfigError(f"{join(where)}.topology: {front.topology} needs args.num_replicas of at least 2")
     name, route = application.get("name", "default"), application.get("route_prefix", "/")
     live = lives.pop("", LiveSpec())
     return Application(name=name, route_prefix=route, args=args, live=live, path=path, front=front, arm_live=lives)

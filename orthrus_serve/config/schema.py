@@ -10,9 +10,18 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from orthrus_serve.config.roles import ROLES, PrefillSplitSpec, RoutingSpec, SplitSpec, connector_problem
 from orthrus_serve.config.section import Section
 from orthrus_serve.config.telemetry_keys import LogSpec, TracingSpec
-from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction, RouterRule, TopologyName
+from orthrus_serve.types import (
+    Activation,
+    KvConnectorName,
+    PolicyName,
+    PoolingKind,
+    Reduction,
+    RouterRule,
+    TopologyName,
+)
 
 
 def expand(path: str) -> str:
@@ -163,14 +172,6 @@ class FrontSpec(Section):
     session_header: str = Field(default="x-session-id", pattern=r"^[A-Za-z0-9-]+$")
 
 
-class SplitSpec(Section):
-    """Embedding to generating replicas of topology `dedicated`, as a ratio: with another number of replicas it is kept as
-    nearly as whole replicas can, and never to none."""
-
-    embed: int = Field(ge=1)
-    generate: int = Field(ge=1)
-
-
 class RouterSpec(Section):
     """How an engine replica is chosen. `rule` None is the topology's own."""
 
@@ -226,15 +227,6 @@ class AdmissionSpec(Section):
         return self
 
 
-class RoutingSpec(Section):
-    """What may change live of how one pool is routed. None leaves a setting as `args` have it; `rule` None is the topology's
-    own when the topology is another than that of `args`."""
-
-    topology: TopologyName | None = None
-    rule: RouterRule | None = None
-    dedicated: SplitSpec | None = None
-
-
 class MirrorSpec(Section):
     """Copies this share of what arm `from` answers to arm `to`, whose answers to them go nowhere."""
 
@@ -275,6 +267,7 @@ class ArmSpec(Section):
     topology: TopologyName
     num_replicas: int = Field(default=1, ge=1)
     dedicated: SplitSpec | None = None
+    disagg_pd: PrefillSplitSpec | None = None
     router: RouterSpec | None = None
     autoscaling: AutoscalingSpec | None = None
     engine: EngineSpec = EngineSpec()
@@ -282,11 +275,14 @@ class ArmSpec(Section):
 
 
 # What each arm says for itself.
-OF_ARMS = ("topology", "num_replicas", "dedicated", "autoscaling")
+OF_ARMS = ("topology", "num_replicas", "dedicated", "disagg_pd", "autoscaling")
 
 
 class AppArgs(Section):
     """The `args` of `orthrus_serve.app:build` in a Serve file.
+
+    `kv_connector` is what moves KV between engines, for topology `disagg_pd`; with it in the file, a running application can be
+    switched to that topology. KV that nobody fetches is freed `kv_lease_s` after it was computed.
 
     With `arms`, everything that is one pool's is read from `by_arm`; `topology` here is then that of the first arm.
     """
@@ -304,6 +300,9 @@ class AppArgs(Section):
     front: FrontSpec = FrontSpec()
     router: RouterSpec = RouterSpec()
     dedicated: SplitSpec | None = None
+    disagg_pd: PrefillSplitSpec | None = None
+    kv_connector: KvConnectorName | None = None
+    kv_lease_s: int = Field(default=120, ge=6)
     health: HealthSpec = HealthSpec()
     admission: AdmissionSpec | None = None
     autoscaling: AutoscalingSpec | None = None
@@ -332,11 +331,13 @@ class AppArgs(Section):
         if self.arms:
             return self  # each arm is checked as an application of its own
         self._check_autoscaling()
-        if self.topology == "dedicated" and self.num_replicas < 2:
+        if self.topology in ROLES and self.num_replicas < 2:
             raise ValueError(
-                "num_replicas: topology dedicated needs at least 2, one that embeds and one that generates; "
-                f"got {self.num_replicas}"
+                f"num_replicas: topology {self.topology} needs at least 2, {ROLES[self.topology]}; got {self.num_replicas}"
             )
+        problem = connector_problem(self.topology, self.kv_connector, self.vllm)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     def _check_autoscaling(self) -> None:
@@ -352,8 +353,8 @@ class AppArgs(Section):
                 f"num_replicas: must be from autoscaling.min_replicas to max_replicas ({spec.min_replicas} to "
                 f"{spec.max_replicas}), got {self.num_replicas}"
             )
-        if self.topology == "dedicated" and spec.min_replicas < 2:
-            raise ValueError("autoscaling.min_replicas: topology dedicated needs at least 2")
+        if self.topology in ROLES and spec.min_replicas < 2:
+            raise ValueError(f"autoscaling.min_replicas: topology {self.topology} needs at least 2")
 
     @property
     def by_arm(self) -> dict[str, "AppArgs"]:
@@ -384,7 +385,8 @@ class AppArgs(Section):
             live = RoutingSpec()
         topology = live.topology or self.topology
         rule = live.rule or (self.router.rule if topology == self.topology else None)
-        return RoutingSpec(topology=topology, rule=rule, dedicated=live.dedicated or self.dedicated)
+        dedicated, disagg_pd = live.dedicated or self.dedicated, live.disagg_pd or self.disagg_pd
+        return RoutingSpec(topology=topology, rule=rule, dedicated=dedicated, disagg_pd=disagg_pd)
 
     @property
     def base_name_adapter(self) -> str | None:

@@ -47,7 +47,7 @@ REFUSED_VLLM_KEYS: Mapping[str, str] = {
     "spec_model": _NOT_TESTED,
     "spec_tokens": _NOT_TESTED,
     "diffusion_config": _NOT_TESTED,
-    "kv_transfer_config": _NOT_TESTED,
+    "kv_transfer_config": "is set by Orthrus: write kv_connector",
     "ec_transfer_config": _NOT_TESTED,
     "data_parallel_size": _ONE_ENGINE,
     "data_parallel_rank": _ONE_ENGINE,

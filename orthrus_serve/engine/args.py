@@ -3,20 +3,24 @@
 Guards: combinations that were never tested, or that would serve wrong vectors, are refused before a process starts.
 """
 
+import importlib
 from dataclasses import fields
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig, PoolerConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.network_utils import get_ip, get_open_port
 from vllm.v1.executor.abstract import Executor
 
+from orthrus_serve.config.environment import kv_side_channel
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.config.vllm_keys import check_vllm_keys
 from orthrus_serve.engine.adapter_keys import prepare_adapter
 from orthrus_serve.engine.engine_kwargs import engine_kwargs, scheduler_class
+from orthrus_serve.engine.kv_handover import CONNECTOR
 from orthrus_serve.engine.llm import MixedLLM
 from orthrus_serve.errors import ConfigError
 
@@ -31,6 +35,9 @@ def make_engine(args: AppArgs, *, stat_loggers: list[Any] | None = None) -> Mixe
     Raises:
         ConfigError, AdapterError: what cannot be run as configured.
     """
+    if args.kv_connector is not None:
+        require_connector(args.kv_connector)
+        kv_side_channel(get_ip(), get_open_port())  # one for each engine of a machine; its core reads it
     config = engine_config(args)
     engine = MixedLLM(
         vllm_config=config,
@@ -45,6 +52,14 @@ def make_engine(args: AppArgs, *, stat_loggers: list[Any] | None = None) -> Mixe
         engine.shutdown()
         raise
     return engine
+
+
+def require_connector(name: str) -> None:
+    """Raises ConfigError when the package that moves KV is not there, or cannot be loaded."""
+    try:
+        importlib.import_module(f"{name}._api")
+    except ImportError as error:
+        raise ConfigError(f"kv_connector: the package {name!r} cannot be loaded ({error})") from error
 
 
 def engine_config(args: AppArgs) -> VllmConfig:
@@ -69,6 +84,8 @@ def engine_args(args: AppArgs) -> AsyncEngineArgs:
     if args.tracing is not None:
         kwargs.setdefault("otlp_traces_endpoint", args.tracing.endpoint)
     kwargs["pooler_config"] = PoolerConfig(**kwargs["pooler_config"])
+    if "kv_transfer_config" in kwargs:
+        kwargs["kv_transfer_config"] = KVTransferConfig(**kwargs["kv_transfer_config"])
     return AsyncEngineArgs(**kwargs)
 
 
@@ -113,8 +130,9 @@ def refuse_untested(config: VllmConfig) -> None:
         raise ConfigError("vllm.enable_chunked_prefill: must be on; kinds share a step by chunks")
     if config.speculative_config is not None:
         raise ConfigError("vllm.speculative_config: not tested in mixed batches yet")
-    if config.kv_transfer_config is not None:
-        raise ConfigError("vllm.kv_transfer_config: not tested in mixed batches yet")
+    connector = config.kv_transfer_config
+    if connector is not None and connector.kv_connector != CONNECTOR:
+        raise ConfigError(f"vllm.kv_transfer_config: {connector.kv_connector} is not tested in mixed batches")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError("vllm.kv_sharing_fast_prefill: skips hidden states that pooling needs")
     if config.model_config.dtype == torch.float32 and current_platform.is_cuda():

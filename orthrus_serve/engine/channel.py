@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from orthrus_serve.engine.kv_handover import is_to_fetch
 from orthrus_serve.engine.lane_queue import LaneQueue, lane_of
 from orthrus_serve.engine.orphan_watch import end_with_owner
 from orthrus_serve.engine.settings import LiveSettings
@@ -115,7 +116,8 @@ class CoreChannelMixin(_SchedulerBase):
 
         `requests` maps an internal request id to (lane, prompt tokens left, output tokens made, most output tokens);
         `oldest_wait_s` has for each kind how long its oldest waiting request has waited; `pooling_states` counts embeddings of
-        which a part is computed.
+        which a part is computed;
+        `kept` is how many finished requests still hold KV, for another engine to fetch.
         """
         requests: dict[str, tuple[int, int, int, int]] = {}
         prompt_left = [0, 0]
@@ -124,7 +126,8 @@ class CoreChannelMixin(_SchedulerBase):
             if request.is_finished():
                 continue
             lane = lane_of(request)
-            left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            is_fetched = is_to_fetch(request.kv_transfer_params)
+            left = 0 if is_fetched else max(0, request.num_prompt_tokens - request.num_computed_tokens)
             prompt_left[lane] += left
             # Its sums are kept from its first chunk on, and dropped when it is preempted: then nothing of it is computed.
             pooling_states += lane == 1 and request.num_computed_tokens > 0
@@ -140,6 +143,7 @@ class CoreChannelMixin(_SchedulerBase):
             "oldest_wait_s": {lane.kind: self.waiting.oldest_wait_s(lane) for lane in LANES},
             "pooling_states": pooling_states,
             **self.facts(),
+            "kept": len(self.requests) - len(requests),
         }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.engine.kv_handover import kv_transfer_kwargs
 from orthrus_serve.engine.settings import EngineSettings
 from orthrus_serve.errors import AdapterError, ConfigError
 
@@ -34,6 +35,7 @@ def engine_kwargs(args: AppArgs, *, on_cpu: bool) -> dict[str, Any]:
     given.setdefault("max_lora_rank", _rank_to_allow(args))
     return {
         **given,
+        **kv_transfer_kwargs(args, on_cpu=on_cpu),
         "model": args.model.path,
         "served_model_name": [args.model.name],
         "runner": "generate",  # keeps every stock pooling path off; the mixed runner adds the task "embed"
@@ -57,6 +59,8 @@ def front_settings(args: AppArgs) -> dict[str, Any]:
         "topology",
         "num_replicas",
         "dedicated",
+        "disagg_pd",
+        "kv_connector",
         "model",
         "adapters",
         "generate_adapters",

@@ -14,6 +14,14 @@ from typing_extensions import override
 from vllm.platforms import current_platform
 
 from orthrus_serve.engine.channel import CoreChannelMixin, install_channel
+from orthrus_serve.engine.kv_handover import (
+    DIGEST,
+    give_up_late,
+    is_to_fetch,
+    problem_with,
+    prompt_digest,
+    with_deadline,
+)
 from orthrus_serve.engine.lane_queue import LaneQueue, adapter_of, lane_of, tokens_left
 from orthrus_serve.engine.model_flops import flops_of
 from orthrus_serve.engine.settings import EngineSettings
@@ -41,6 +49,9 @@ from orthrus_serve.policy.step_plan import (
 )
 from orthrus_serve.policy.step_time import StepTimeModel, step_budget
 from orthrus_serve.telemetry.device_peaks import peak_flops
+from orthrus_serve.telemetry.log import event_log
+
+log = event_log(__name__)
 
 verify_hooks(SCHEDULER_HOOKS)
 install_channel()
@@ -91,6 +102,19 @@ class MixedSchedulerMixin(CoreChannelMixin):
 
     @override
     def add_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        # One that is refused by the app comes with another prompt, only to free what is kept for it.
+        if params is not None and is_to_fetch(params) and not request.abort_immediately:
+            connector = self.vllm_config.kv_transfer_config
+            problem = (
+                "there is no connector" if connector is None else problem_with(params, request, connector.engine_id)
+            )
+            if connector is None or problem is not None:
+                log.error("handover_refused", request=request.request_id, problem=problem)
+                request.kv_transfer_params = None
+            else:
+                lease_s = connector.get_from_extra_config("kv_lease_duration", 0)
+                request.kv_transfer_params = with_deadline(params, lease_s, time.monotonic())
         if request.pooling_params is not None:
             adapter = request.lora_request.lora_name if request.lora_request else None
             pooling = self.settings.pooling_of(adapter, request.pooling_params.extra_kwargs)
@@ -157,7 +181,15 @@ class MixedSchedulerMixin(CoreChannelMixin):
         if adapter and not self._places_beside(lane_of(request)).admits(adapter):
             self._adapter_waits += 1
             return False
+        if give_up_late(request.kv_transfer_params, time.monotonic()):
+            log.warning("handover_too_late", request=request.request_id)
         return super()._handle_blocked_waiting_request(request)
+
+    # The connector's own parameters of a finished prompt go out with what the prompt was.
+    @override
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        is_kept, params = super()._connector_finished(request)
+        return is_kept, {**params, DIGEST: prompt_digest(request)} if params else params
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -227,6 +259,10 @@ class MixedSchedulerMixin(CoreChannelMixin):
             else:
                 decodes += max(count, 0)
             self._used[lane].add(adapter_of(request))
+        for request in self.kv_holding_waiting:  # offered before all others, once their KV is there
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or self._has_arrived(request):
+                prefill[lane_of(request)] += max(1, tokens_left(request))
+                self._used[lane_of(request)].add(adapter_of(request))
         free_slots = max(0, self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input)
         ages = self.waiting.ages(self.live.max_wait_steps) if self.live.policy == "orthrus" else Ages()
         self._adapters = self._places(ages)
@@ -234,6 +270,10 @@ class MixedSchedulerMixin(CoreChannelMixin):
             LaneLoad(prefill[lane], self._admissible(lane, free_slots, self._places_beside(lane))) for lane in LANES
         ]
         return Work(decodes, (loads[0], loads[1]), free_slots, self._num_free_blocks(), ages, self._adapters)
+
+    def _has_arrived(self, request: Request) -> bool:
+        """Whether the KV that a request waits for is there, or will not come."""
+        return request.request_id in self.finished_recving_kv_req_ids
 
     def _places(self, ages: Ages) -> Adapters:
         """Places for adapters; the next one is kept for the oldest overdue request that needs one."""

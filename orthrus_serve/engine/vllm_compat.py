@@ -94,6 +94,7 @@ SCHEDULER_HOOKS: tuple[Hook | Uses, ...] = (
         "the only per-request hook that both loops of schedule() call with the token count",
     ),
     Hook(_SCHEDULER, "_handle_blocked_waiting_request", ("request",), "heads are skipped here"),
+    Hook(_SCHEDULER, "_connector_finished", ("request",), "what is handed over is told here"),
     Hook(_SCHEDULER, "schedule", ("throttle_prefills",), "a step begins and ends here"),
     Hook(_SCHEDULER, "add_request", ("request",), "prefix-cache reads are decided here"),
     Hook(_SCHEDULER, "update_from_output", ("scheduler_output", "model_runner_output"), "a step's results arrive here"),
@@ -104,6 +105,7 @@ SCHEDULER_HOOKS: tuple[Hook | Uses, ...] = (
         (
             "waiting", "running", "requests", "vllm_config", "scheduler_config", "kv_cache_manager", "block_size",
             "max_num_scheduled_tokens", "max_num_active_reqs", "num_waiting_for_streaming_input", "lora_config",
+            "kv_holding_waiting", "finished_recving_kv_req_ids",
         ),
         "budgets, lanes, free slots and places for adapters are read off the scheduler",
     ),
@@ -112,7 +114,8 @@ SCHEDULER_HOOKS: tuple[Hook | Uses, ...] = (
         (
             "request_id", "pooling_params", "lora_request", "arrival_time", "status", "is_prefill_chunk", "max_tokens",
             "num_tokens", "num_tokens_with_spec", "num_computed_tokens", "num_prompt_tokens", "num_output_tokens",
-            "num_output_placeholders", "skip_reading_prefix_cache", "is_finished",
+            "num_output_placeholders", "skip_reading_prefix_cache", "is_finished", "kv_transfer_params", "prompt_token_ids",
+            "abort_immediately",
         ),
         "what a request still has to compute",
     ),
@@ -217,6 +220,12 @@ V2_RUNNER_HOOKS: tuple[Hook | Uses, ...] = (
 CPU_HOOKS: tuple[Hook | Uses, ...] = (
     *RUNNER_HOOKS,
     Hook("vllm.v1.worker.cpu_worker:CPUWorker", "init_device", (), "builds the runner inline, without a factory"),
+    Hook(
+        "vllm.v1.worker.cpu_worker:CPUWorker",
+        "initialize_from_config",
+        ("kv_cache_config",),
+        "the connector is made here",
+    ),
     Uses("vllm.v1.worker.cpu_worker", ("CPUModelRunner",), "looked up while the runner is built"),
     Uses("vllm.v1.worker.cpu_worker:CPUWorker", ("use_v2_model_runner", "model_runner"), "which runner is built"),
     Uses("vllm.platforms.cpu:CpuPlatform", ("get_punica_wrapper",), "LoRA layers ask it for their products"),

@@ -1,5 +1,6 @@
 """Fixes of bugs in stock vLLM that a mixed engine meets beside AsyncLLM. Each says what goes wrong without it."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,20 @@ def unfinished_prompts_without_seeds(input_batch: Any, discarded_rows: Sequence[
         yield
     finally:
         input_batch.generators.update(hidden)
+
+
+@contextmanager
+def same_cores() -> Iterator[None]:
+    """Keeps this thread on the cores that it may run on now.
+
+    Stock (kv_connector/v1/nixl/base_worker.py, "rsv_cores_for_kv"): on CPU the connector ties the worker's own thread, which
+    computes, to the last core of each NUMA node: on a machine of two cores all engines then share one.
+    """
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def make_intermediate_tensors(runner: Any) -> None:

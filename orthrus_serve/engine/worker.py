@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from orthrus_serve.engine.runner import mixed_runner_class
 from orthrus_serve.engine.vllm_compat import CPU_HOOKS, CUDA_HOOKS, verify_hooks
-from orthrus_serve.engine.vllm_fixes import make_intermediate_tensors
+from orthrus_serve.engine.vllm_fixes import make_intermediate_tensors, same_cores
 
 
 @contextmanager
@@ -49,6 +49,11 @@ if current_platform.is_cpu() or TYPE_CHECKING:
                 super().init_device()
             finally:
                 owner.CPUModelRunner = stock
+
+        @override
+        def initialize_from_config(self, kv_cache_config: Any) -> None:
+            with same_cores():
+                super().initialize_from_config(kv_cache_config)
 
         @override
         def load_model(self, **kwargs: Any) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from orthrus_serve.config.arms import routing_problems
 from orthrus_serve.config.complaint import did_you_mean
 from orthrus_serve.config.load import FRONT, IMPORT_PATH, engine_deployment, parse_args
-from orthrus_serve.config.schema import AppArgs, RoutingSpec, SplitSpec
+from orthrus_serve.config.roles import ROLES, RoutingSpec
+from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.policy.roles import Split
@@ -55,7 +57,9 @@ def parse_wanted(topology: str, rule: str | None = None, split: str | None = Non
     """
     name = _one_of(topology, "topology", get_args(TopologyName))
     if split is not None and not PRESETS[name].is_split:
-        raise ConfigError(f"--split: in topology {name} every replica serves both kinds; it goes with dedicated")
+        raise ConfigError(
+            f"--split: in topology {name} every replica serves both kinds; it goes with dedicated and disagg_pd"
+        )
     return Wanted(
         topology=name,
         rule=None if rule is None else _one_of(rule, "rule", get_args(RouterRule)),
@@ -108,17 +112,20 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
     """`wanted` with its roles said outright, where it has any: as asked, as `args` have them, or one to all others.
 
     Raises:
-        ConfigError: there are not two engine replicas to give roles to.
+        ConfigError: there are not two engine replicas to give roles to, or nothing moves KV between them.
     """
     if not PRESETS[wanted.topology].is_split:
         return wanted
     if num_engines < 2:
         raise ConfigError(
-            f"topology {wanted.topology} needs at least 2 engine replicas, one that embeds and one that generates; "
+            f"topology {wanted.topology} needs at least 2 engine replicas, {ROLES[wanted.topology]}; "
             f"{deployed.label} runs {num_engines}"
         )
-    of_args = deployed.args.dedicated
-    split = wanted.split or (Split(of_args.embed, of_args.generate) if of_args else Split(1, num_engines - 1))
+    problems = routing_problems(deployed.args, RoutingSpec(topology=wanted.topology), (deployed.label,))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    ratio = deployed.args.routed(RoutingSpec(topology=wanted.topology)).ratio
+    split = wanted.split or (Split(*ratio) if ratio else Split(1, num_engines - 1))
     return Wanted(wanted.topology, wanted.rule, split)
 
 
@@ -184,8 +191,11 @@ def deploy_config(details: Mapping[str, Any]) -> dict[str, Any]:
 
 def live_spec(wanted: Wanted) -> RoutingSpec:
     """What the Fronts are told about the pool for `wanted`."""
-    split = None if wanted.split is None else SplitSpec(embed=wanted.split.embed, generate=wanted.split.generate)
-    return RoutingSpec(topology=wanted.topology, rule=wanted.rule, dedicated=split)
+    roles, split = PRESETS[wanted.topology].roles, wanted.split
+    ratio = (
+        {} if roles is None or split is None else {wanted.topology: {roles[0]: split.embed, roles[1]: split.generate}}
+    )
+    return RoutingSpec.model_validate({"topology": wanted.topology, "rule": wanted.rule, **ratio})
 
 
 def target(wanted: Wanted, deployed: Deployed) -> Topology:
@@ -199,12 +209,7 @@ def behind(page: Mapping[str, Any], topology: Topology, before: Mapping[str, Any
     `before` is the page before the change: Serve lists a replica no more while it hands it a new configuration, so there must
     be as many as there were.
     """
-    split = topology.split
-    front_has = {
-        "topology": topology.name,
-        "rule": topology.router_rule,
-        "dedicated": None if split is None else {"embed": split.embed, "generate": split.generate},
-    }
+    front_has = {"topology": topology.name, "rule": topology.router_rule, **topology.ratios}
     policy = topology.pools[0].policy
     lines = [_sentence("Front", front["front"], front) for front in page["fronts"] if not _has(front, front_has)]
     for engine in page["engines"]:

@@ -43,7 +43,7 @@ def topology_of(args: AppArgs, live: RoutingSpec | None = None, *, pool_name: st
         num_replicas=args.num_replicas,
         num_gpus_per_replica=args.num_gpus_per_replica,
         num_fronts=num_fronts(args),
-        split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
+        split=None if wanted.ratio is None else Split(*wanted.ratio),
         router_rule=wanted.rule,
         pool_name=pool_name,
     )
@@ -76,7 +76,7 @@ def _application_lines(application: Application, file: ServeFile) -> list[str]:
         return [*lines, *_arms_lines(application), *names]
     topology = planned_topology(application)
     budget = f"step budget  {_budget(application, topology)}"
-    return [*lines, *describe(topology), *_autoscaling_lines(args), *names, budget]
+    return [*lines, *describe(topology), *_connector_lines(args), *_autoscaling_lines(args), *names, budget]
 
 
 def _arms_lines(application: Application) -> list[str]:
@@ -88,9 +88,16 @@ def _arms_lines(application: Application) -> list[str]:
         share = f"arm          {name}: {weight:.4g} of the requests"
         if mirror is not None and mirror.target == name:
             share += f", and copies of {mirror.share:.4g} of what {mirror.source} answers"
-        below = [describe_total(topology), *describe_pools(topology), *_autoscaling_lines(of_arm.args)]
+        below = [describe_total(topology), *describe_pools(topology), *_connector_lines(of_arm.args)]
+        below += _autoscaling_lines(of_arm.args)
         lines += [share, *(f"  {line}" for line in (*below, f"step budget  {_budget(of_arm, topology)}"))]
     return lines
+
+
+def _connector_lines(args: AppArgs) -> list[str]:
+    if args.kv_connector is None:
+        return []
+    return [f"KV           moved by {args.kv_connector}; what nobody fetches is freed after {args.kv_lease_s} s"]
 
 
 def _autoscaling_lines(args: AppArgs) -> list[str]:

@@ -100,6 +100,8 @@ def report_lines(
     if split is not None:
         counts = {kind: sum(engine["kinds"] == [kind] for engine in page["engines"]) for kind in ("embed", "generate")}
         roles = f"{counts['embed']} embed, {counts['generate']} generate"
+        if topology.hands_over:
+            roles = f"{counts['embed']} prefill and embed, {counts['generate']} decode"
     who = f"{len(page['fronts'])} Front(s) and {len(page['engines'])} engine(s)"
     lines = [
         f"{deployed.label}: {before['topology']} → {topology.name}; {who} followed in {took_s:.2f} s",

@@ -8,12 +8,15 @@ replicas or more both roles are held; one replica alone has both. Leaves out whi
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from orthrus_serve.types import ReplicaId, RequestKind
+from orthrus_serve.types import Half, ReplicaId, RequestKind
 
 
 @dataclass(frozen=True)
 class Split:
-    """Embedding replicas to generating ones, as a ratio: `Split(1, 3)`. Both parts are at least 1."""
+    """Embedding replicas to generating ones, as a ratio: `Split(1, 3)`. Both parts are at least 1.
+
+    Where two replicas share a generation, those that embed also compute the prompts, and the others the answers.
+    """
 
     embed: int
     generate: int
@@ -25,8 +28,10 @@ class Split:
         return min(max(nearest, 1), num_replicas - 1)
 
 
-def replicas_serving(kind: RequestKind, replicas: Collection[ReplicaId], split: Split) -> list[ReplicaId]:
-    """The replicas whose role is that kind, sorted; of a single replica, that one.
+def replicas_serving(
+    kind: RequestKind, replicas: Collection[ReplicaId], split: Split, stage: Half | None = None
+) -> list[ReplicaId]:
+    """The replicas whose role is that kind, or that stage of a generation, sorted; of a single replica, that one.
 
     The first ids embed. When a replica comes or goes, at most one other changes its role.
     """
@@ -34,4 +39,4 @@ def replicas_serving(kind: RequestKind, replicas: Collection[ReplicaId], split: 
     if len(ordered) < 2:
         return ordered
     num_embed = split.num_embed(len(ordered))
-    return ordered[:num_embed] if kind == "embed" else ordered[num_embed:]
+    return ordered[:num_embed] if kind == "embed" or stage == "prefill" else ordered[num_embed:]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orthrus_serve.types import RequestKind
+from orthrus_serve.types import Half, RequestKind
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class RoutedRequest:
         avoid: ids of replicas that just failed this very request; chosen only if there is no other.
         only: the one replica that may be chosen (a probe), or None.
         call_id: by which the Front asks afterwards who was chosen; of this try alone. None: nobody will ask.
+        stage: the part of a generation that two replicas share; None: all of it.
     """
 
     request_id: str
@@ -32,9 +33,10 @@ class RoutedRequest:
     avoid: tuple[str, ...] = ()
     only: str | None = None
     call_id: str | None = None
+    stage: Half | None = None
 
 
 def routed_request(request_id: str, arguments: Mapping[str, Any]) -> RoutedRequest:
     """Reads it off the arguments of a handle call; what is not there has its default."""
-    names = ("kind", "charge", "expected_output", "avoid", "only", "call_id")
+    names = ("kind", "charge", "expected_output", "avoid", "only", "call_id", "stage")
     return RoutedRequest(request_id, **{name: arguments[name] for name in names if name in arguments})

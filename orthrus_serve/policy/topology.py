@@ -35,6 +35,20 @@ class Topology:
     split: Split | None = None
 
     @property
+    def hands_over(self) -> bool:
+        """Whether a generation's prompt is computed by one replica and its answer by another."""
+        return PRESETS[self.name].hands_over
+
+    @property
+    def ratios(self) -> dict[str, dict[str, int] | None]:
+        """For every topology with roles, its ratio by role where it is in force, else None. As the configuration spells it."""
+        told: dict[str, dict[str, int] | None] = {name: None for name, preset in PRESETS.items() if preset.roles}
+        roles = PRESETS[self.name].roles
+        if roles is not None and self.split is not None:
+            told[self.name] = {roles[0]: self.split.embed, roles[1]: self.split.generate}
+        return told
+
+    @property
     def num_gpus(self) -> float:
         """GPUs that all pools take together."""
         return sum(pool.num_replicas * pool.num_gpus_per_replica for pool in self.pools)
@@ -51,18 +65,25 @@ class PoolPreset:
 
 @dataclass(frozen=True)
 class Preset:
-    """A topology before its size is known."""
+    """A topology before its size is known. `roles` are names of the two that its replicas have, as its ratio names them;
+    `hands_over`: a generation's prompt is computed by one replica, and its answer by another."""
 
     pool: PoolPreset
     router_rule: RouterRule
-    is_split: bool = False
+    roles: tuple[str, str] | None = None
+    hands_over: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each replica has one role."""
+        return self.roles is not None
 
 
-def _preset(policy: PolicyName, *, is_split: bool = False) -> Preset:
+def _preset(policy: PolicyName, *, roles: tuple[str, str] | None = None, hands_over: bool = False) -> Preset:
     """All engines are alike, so that these topologies are switched live; all share the router's rule, so that a comparison
     varies one thing only."""
     pool = PoolPreset(name="Engine", kinds=("generate", "embed"), policy=policy)
-    return Preset(pool=pool, router_rule="least_remaining_tokens", is_split=is_split)
+    return Preset(pool=pool, router_rule="least_remaining_tokens", roles=roles, hands_over=hands_over)
 
 
 PRESETS: Mapping[TopologyName, Preset] = {
@@ -70,7 +91,9 @@ PRESETS: Mapping[TopologyName, Preset] = {
     "hetero_fcfs": _preset("hetero_fcfs"),
     "unified_homo": _preset("unified_homo"),
     # With one kind per replica, arrival order is what a stock engine does.
-    "dedicated": _preset("hetero_fcfs", is_split=True),
+    "dedicated": _preset("hetero_fcfs", roles=("embed", "generate")),
+    # Embeddings and prompts share the replicas of the first role, in order of arrival too.
+    "disagg_pd": _preset("hetero_fcfs", roles=("prefill", "decode"), hands_over=True),
 }
 
 STEP_HOLDS: Mapping[PolicyName, str] = {
@@ -102,7 +125,7 @@ def expand(
     Args:
         pool_name: None means the topology's own; an arm's pool is named after it.
         num_fronts: None means one for every two engine replicas.
-        split: embedding to generating replicas, for `dedicated`; None means one to all others.
+        split: replicas of the first role to those of the second, for a topology with roles; None means one to all others.
         router_rule: None means the topology's own.
 
     Raises:
@@ -136,9 +159,7 @@ def split_for(name: TopologyName, num_replicas: int, split: Split | None = None)
     if not PRESETS[name].is_split:
         return None
     if split is None and num_replicas < 2:
-        raise ConfigError(
-            f"topology {name!r} needs at least 2 replicas, one that embeds and one that generates; there is {num_replicas}"
-        )
+        raise ConfigError(f"topology {name!r} needs at least 2 replicas, one for each role; there is {num_replicas}")
     return split or Split(embed=1, generate=num_replicas - 1)
 
 
@@ -174,8 +195,11 @@ def describe_pools(topology: Topology) -> list[str]:
 def _serving(pool: Pool, topology: Topology) -> str:
     if topology.split is None:
         return f"serving {' and '.join(pool.kinds)}"
-    num_embed = topology.split.num_embed(pool.num_replicas)
-    return f"{num_embed} serving embed and {pool.num_replicas - num_embed} serving generate"
+    first = topology.split.num_embed(pool.num_replicas)
+    second = pool.num_replicas - first
+    if topology.hands_over:
+        return f"{first} prefilling and serving embed, {second} decoding"
+    return f"{first} serving embed and {second} serving generate"
 
 
 def _count(number: float, noun: str) -> str:

@@ -28,6 +28,7 @@ from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
 from orthrus_serve.serving.engine_metrics import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender, done_by
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
+from orthrus_serve.serving.handover import Handover, prefill_reply, staged, whole_reply
 from orthrus_serve.serving.ray_metrics import RayCopy
 from orthrus_serve.serving.request_check import check_request
 from orthrus_serve.serving.served import served_by
@@ -45,7 +46,7 @@ from orthrus_serve.serving.tunnel import (
 )
 from orthrus_serve.telemetry.catalog import STAGE, Stage
 from orthrus_serve.telemetry.log import configure, event_log
-from orthrus_serve.types import RequestKind
+from orthrus_serve.types import Half, RequestKind
 
 log = event_log(__name__)
 
@@ -192,12 +193,15 @@ class EngineReplica:
         front: str = "",
         charge: int = 1,
         expected_output: int = 0,
+        stage: Half | None = None,
+        handover: Handover | None = None,
         **_routing: object,  # read by the router, which sees the arguments of the handle call
     ) -> AsyncGenerator[Start | bytes]:
         """Answers one HTTP request: yields `(status, headers)`, then body chunks. See `tunnel.run_app`.
 
         A replica whose core is gone marks its answer with `GONE_HEADER`; the Front then asks another one. `front` is whose
-        call it is; what it was charged, and the output expected of it, are reported until the engine has it.
+        call it is; what it was charged, and the output expected of it, are reported until the engine has it. `stage` and
+        `handover` are of a generation that two replicas share: see `handover.py`.
         """
         self._num_open += 1
         self._nothing_open.clear()
@@ -217,8 +221,14 @@ class EngineReplica:
             context = contextvars.copy_context()
             context.run(self._running.dimensions.set, checked.dimensions)
             context.run(self._running.note_request.set, lambda engine_id: self._calls.note(call, engine_id))
-            request = TunnelRequest(method, path, query, with_length(headers, len(checked.body)), checked.body)
-            async for item in self._marked(run_app(self._running.app, request, context=context)):
+            seen = staged(checked.body, stage, handover)
+            if isinstance(seen, str):
+                reply = whole_reply(seen)
+            else:
+                request = TunnelRequest(method, path, query, with_length(headers, len(seen)), seen)
+                reply = run_app(self._running.app, request, context=context)
+                reply = prefill_reply(reply) if stage == "prefill" else reply
+            async for item in self._marked(reply):
                 yield item
         finally:
             self._calls.end(call)
@@ -354,6 +364,7 @@ class EngineReplica:
             "remaining_tokens": remaining_tokens(self._report),
             "open": self._num_open,
             "in_engine": len(self._report.get("requests", ())),
+            "kept": self._report.get("kept", 0),
             "settings": self._settings,
             "report": report,
         }

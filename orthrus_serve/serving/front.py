@@ -6,9 +6,8 @@ knows vocabulary and lengths), the choice of a replica (`router.py`), and all to
 """
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,7 +31,9 @@ from orthrus_serve.serving.asgi_io import (
     send_error,
     send_whole,
 )
+from orthrus_serve.serving.calls import judge, opened, try_reply
 from orthrus_serve.serving.charging import CHARGED_ROUTES, ReplyMeter, learn, num_tokens_of, shape_of_request
+from orthrus_serve.serving.disagg import WHOLE, is_shared, prefill
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.exchange import Exchange
@@ -40,7 +41,7 @@ from orthrus_serve.serving.live_arms import Arm, LiveArms
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.mirror import Mirrors
-from orthrus_serve.serving.pool import EnginePool, OpenCall, Peers, PoolUnavailableError, ReplicaLostError
+from orthrus_serve.serving.pool import EnginePool, Peers
 from orthrus_serve.serving.pool_keeper import PoolKeeper, make_probes
 from orthrus_serve.serving.ray_metrics import RayCopy
 from orthrus_serve.serving.request_watch import RequestWatch
@@ -55,12 +56,9 @@ from orthrus_serve.serving.tunnel import (
     Reply,
     Send,
     Start,
-    TruncatedReplyError,
     TunnelRequest,
-    read_reply,
 )
 from orthrus_serve.telemetry.log import configure, event_log
-from orthrus_serve.types import ReplicaId
 
 log = event_log(__name__)
 
@@ -185,16 +183,22 @@ class FrontApp:
             visit.leave()
 
     async def _answer(self, request: TunnelRequest, shape: RequestShape | None, arm: Arm, send: Exchange) -> None:
-        tries = Tries()
+        tries, half = Tries(), WHOLE
+        if shape is not None and is_shared(arm, shape):
+            half = await prefill(request, shape, arm, tries, send)
+            if half.refusal is not None:
+                await self._deliver(half.refusal, send, ReplyMeter())
+                return
         for _ in range(MAX_CALLS):
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
-            with _opened(request, arm, shape, tries.failed_on) as call:
+            with opened(request, arm, shape, tries.failed_on, **half.told) as call:
+                half = WHOLE  # another try computes it whole
                 try:
-                    reply = await self._try_reply(call, send.request_id)
+                    reply = await try_reply(call, send.request_id)
                 except Exception:
                     if call.replica_id is not None:  # not for want of a replica: it failed in a way that nobody foresaw
                         tries.saw(None, call.replica_id)
-                        _judge(arm, shape, tries, None)
+                        judge(arm, shape, tries, None)
                     raise
                 finally:
                     send.tried(call.replica_id, call.placed_s)
@@ -206,7 +210,7 @@ class FrontApp:
                     return
             if tries.is_suspect:
                 break
-        _judge(arm, shape, tries, None)
+        judge(arm, shape, tries, None)
         raise LOST
 
     async def _deliver_and_learn(
@@ -216,20 +220,10 @@ class FrontApp:
         is_complete = await self._deliver(reply, send, meter)
         if not tries.has_just_failed and (meter.has_error or not is_complete):
             tries.fail("a stream that was cut")
-        _judge(arm, shape, tries, None if tries.has_just_failed else tries.replica_id)
+        judge(arm, shape, tries, None if tries.has_just_failed else tries.replica_id)
         if shape is not None and is_complete and reply.status == 200:
             send.num_tokens = num_tokens_of(arm.estimator, shape, meter)
             learn(arm.estimator, shape, meter)
-
-    async def _try_reply(self, call: OpenCall, request_id: str) -> Reply | None:
-        """The reply up to its first byte, or None when the replica was lost before there was one."""
-        try:
-            return await read_reply(aiter(call))
-        except (ReplicaLostError, TruncatedReplyError) as lost:
-            log.warning("replica_lost_before_first_byte", cause=lost, replica=call.replica_id, request_id=request_id)
-            return None
-        except PoolUnavailableError as none:
-            raise RequestError(503, f"No engine replica is available: {none}", code="no_replica") from none
 
     async def _deliver(self, reply: Reply, send: Exchange, meter: ReplyMeter) -> bool:
         """Sends a reply whose first byte is there. Returns whether it was complete."""
@@ -261,27 +255,6 @@ class FrontApp:
 def _is_worth_another(arm: Arm, tries: Tries) -> bool:
     """Whether an error that came before the first byte may be the replica's, and another one can be asked."""
     return tries.has_just_failed and not tries.is_suspect and arm.keeper.has_another(tries.failed_on)
-
-
-def _judge(arm: Arm, shape: RequestShape | None, tries: Tries, answered_by: ReplicaId | None) -> None:
-    # A request without a forward pass says nothing about an engine.
-    if shape is not None:
-        arm.keeper.ended(shape.kind, tries.failed_on, answered_by, tries.cause)
-
-
-@contextlib.contextmanager
-def _opened(
-    request: TunnelRequest, arm: Arm, shape: RequestShape | None, avoid: Sequence[ReplicaId]
-) -> Iterator[OpenCall]:
-    known: dict[str, Any] = {}
-    if shape is not None:
-        known = {"kind": shape.kind, "charge": arm.estimator.estimate(shape)}
-        known["expected_output"] = arm.estimator.expected_output(shape)
-    call = arm.pool.open(request, avoid=avoid, **known)
-    try:
-        yield call
-    finally:
-        call.cancel()
 
 
 def _request_id(headers: Iterable[Header]) -> str:

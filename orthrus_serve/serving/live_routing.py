@@ -39,6 +39,11 @@ class LiveRouting:
         """The topology in force."""
         return self._topology.name
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether a generation's prompt is computed by one replica and its answer by another."""
+        return self._topology.hands_over
+
     def change(self, user_config: Any) -> None:
         """Follows the `user_config` of a Front without arms from the next choice on. What it does not name is as `args` have
         it."""
@@ -57,11 +62,10 @@ class LiveRouting:
 
     def describe(self) -> dict[str, Any]:
         """What is in force, and why the last change was refused, if it was. JSON-able."""
-        split = self._topology.split
         return {
             "topology": self._topology.name,
             "rule": self._topology.router_rule,
-            "dedicated": None if split is None else {"embed": split.embed, "generate": split.generate},
+            **self._topology.ratios,
             "refused": self.refused,
         }
 
@@ -71,7 +75,7 @@ class LiveRouting:
         return expand(
             wanted.topology or self._args.topology,
             num_replicas=self._args.num_replicas,
-            split=None if wanted.dedicated is None else Split(wanted.dedicated.embed, wanted.dedicated.generate),
+            split=None if wanted.ratio is None else Split(*wanted.ratio),
             router_rule=wanted.rule,
         )
 

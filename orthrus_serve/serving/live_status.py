@@ -31,7 +31,7 @@ def live_status(
     well = [replica for replica in running if replica not in own["quarantined"]] or running
     kinds = {replica: [kind for kind in KINDS if replica in serving(kind, well)] for replica in running}
     return {
-        **{key: own[key] for key in ("topology", "rule", "dedicated")},
+        **{key: own[key] for key in ("topology", "rule", "dedicated", "disagg_pd")},
         "fronts": [{key: value for key, value in front.items() if key != "replicas"} for front in fronts],
         "num_fronts_silent": len(front_answers) - len(fronts),
         "engines": [
@@ -86,6 +86,7 @@ def _engine(answer: Mapping[str, Any] | None) -> dict[str, Any]:
         "refused": settings["refused"],
         "open": answer["open"],
         "in_engine": answer["in_engine"],
+        "kept": answer["kept"],
         "remaining_tokens": answer["remaining_tokens"],
         "totals": report.get("totals", {}),
     }

@@ -15,9 +15,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from orthrus_serve.errors import OrthrusError
 from orthrus_serve.serving import ray_compat
+from orthrus_serve.serving.handover import Handover
 from orthrus_serve.serving.router_state import NoReplicaError, RouterState, state_of
 from orthrus_serve.serving.tunnel import Start, TunnelRequest
-from orthrus_serve.types import ReplicaId, RequestKind
+from orthrus_serve.types import Half, ReplicaId, RequestKind
 
 
 class ReplicaLostError(OrthrusError):
@@ -62,6 +63,8 @@ class Pool(Protocol):
         expected_output: int = 0,
         avoid: Collection[str] = (),
         only: str | None = None,
+        stage: Half | None = None,
+        handover: Handover | None = None,
     ) -> OpenCall: ...
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]: ...
@@ -147,8 +150,11 @@ class EnginePool:
         expected_output: int = 0,
         avoid: Collection[str] = (),
         only: str | None = None,
+        stage: Half | None = None,
+        handover: Handover | None = None,
     ) -> OpenCall:
-        """One handle call. The router reads its named arguments: see `policy/routed_request.py`."""
+        """One handle call. The router reads its named arguments: see `policy/routed_request.py`. `stage` and `handover` are for
+        the replica too: see `handover.py`."""
         call_id = uuid.uuid4().hex
         self.state.coming[call_id] = charge
         stream: Any = self._stream.asgi.remote(
@@ -164,6 +170,8 @@ class EnginePool:
             avoid=tuple(avoid),
             only=only,
             call_id=call_id,
+            stage=stage,
+            handover=handover,
         )
         return _RayCall(stream, call_id, self.state)
 

@@ -48,6 +48,7 @@ def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
     for field in NOT_OFFERED:
         if fields.get(field) not in (None, False):
             raise refuse(field, f"{field} is not offered by this server.")
+    _check_extras(fields.get("vllm_xargs"))
     name = _model_name(fields, served)
     dimensions = None
     if path == "/v1/embeddings":
@@ -60,6 +61,14 @@ def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
         _check_generation(fields, name, served, is_chat=path == "/v1/chat/completions")
     # The body is written anew only where it was changed.
     return CheckedRequest(body if fields == parsed else json.dumps(fields).encode(), dimensions)
+
+
+def _check_extras(extras: object) -> None:
+    """vLLM puts `vllm_xargs` beside its own parameters, so a field that is refused could come in by it."""
+    if isinstance(extras, dict):
+        for field in NOT_OFFERED:
+            if field in extras:
+                raise refuse(f"vllm_xargs.{field}", f"vllm_xargs.{field} is not offered by this server.")
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from orthrus_serve.policy.replica_choice import RULES, Measure, Place, choose_re
 from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
 from orthrus_serve.serving.engine_reports import ReplicaReport
-from orthrus_serve.types import ReplicaId, RequestId, RequestKind, RouterRule
+from orthrus_serve.types import Half, ReplicaId, RequestId, RequestKind, RouterRule
 
 # A call that is given up before a replica was chosen for it would be remembered for ever.
 MAX_CHOSEN = 100_000
-# Lists of candidates that are kept: three kinds (none is one), asked about by the router and by the Front's admission.
-MAX_KEPT = 8
+# Lists of candidates that are kept: three kinds (none is one) and the halves of one, asked about by the router and by the
+# Front's admission.
+MAX_KEPT = 12
 
 
 class NoReplicaError(OrthrusError):
@@ -79,7 +80,7 @@ class RouterState:
         chosen: the replica of each open call that somebody will ask about.
         coming: charges of calls that were opened and not placed yet. The Front's thread adds, the router's takes away.
         loop: where the router chooses; what it reads changes only there.
-        kept: who may be chosen, by kind and list of replicas, and what that was worked out from. Either thread adds.
+        kept: who may be chosen, by kind, half and list of replicas, and what that was worked out from. Either thread adds.
     """
 
     rule: RouterRule = "least_remaining_tokens"
@@ -98,7 +99,9 @@ class RouterState:
     report_numbers: dict[ReplicaId, int] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop | None = None
     coming: dict[str, int] = field(default_factory=dict)
-    kept: dict[tuple[RequestKind | None, int], tuple[tuple[object, ...], Candidates]] = field(default_factory=dict)
+    kept: dict[tuple[RequestKind | None, Half | None, int], tuple[tuple[object, ...], Candidates]] = field(
+        default_factory=dict
+    )
 
     def choose_and_charge(self, routed: RoutedRequest, replicas: Sequence[ReplicaId]) -> ReplicaId:
         """Chooses one of `replicas` and charges it. One synchronous step: nobody else chooses in between.
@@ -150,31 +153,34 @@ class RouterState:
                 raise NoReplicaError(f"replica {routed.only} is not running")
             return Candidates([ReplicaId(routed.only)])
         if not routed.avoid:  # nearly always
-            return self._usable(routed.kind, replicas)
+            return self._usable(routed.kind, replicas, routed.stage)
         # Whatever would leave nobody is passed over: a request that may fail is better than one that certainly does.
         usable = _without(routed.avoid, _without(self.quarantined, replicas))
         # Roles are shared among those that can serve now: where the only one of a role just failed, another takes it over, as
         # it will for everybody once Serve lists the failed one no more.
-        return Candidates(self.serving(routed.kind, usable))
+        return Candidates(self.serving(routed.kind, usable, routed.stage))
 
-    def _usable(self, kind: RequestKind | None, replicas: Sequence[ReplicaId]) -> Candidates:
+    def _usable(self, kind: RequestKind | None, replicas: Sequence[ReplicaId], stage: Half | None = None) -> Candidates:
         """Those that serve the kind and are not in quarantine. Worked out once for as long as these are the same objects: there
         may be many replicas, and none of the four is ever changed, only replaced."""
         made_from = (replicas, self.quarantined, self.split, self.place)
-        kept = self.kept.get((kind, id(replicas)))
+        kept = self.kept.get((kind, stage, id(replicas)))
         if kept is None or any(old is not new for old, new in zip(kept[0], made_from, strict=True)):
             if len(self.kept) >= MAX_KEPT:
                 self.kept.clear()
-            usable = self.serving(kind, _without(self.quarantined, replicas))
+            usable = self.serving(kind, _without(self.quarantined, replicas), stage)
             kept = (made_from, Candidates(usable, () if self.place is None else home_of(usable, self.place)))
-            self.kept[kind, id(replicas)] = kept
+            self.kept[kind, stage, id(replicas)] = kept
         return kept[1]
 
-    def serving(self, kind: RequestKind | None, replicas: Sequence[ReplicaId]) -> Sequence[ReplicaId]:
-        """Those of `replicas` whose role it is to serve that kind; all, when they have no roles or the request has no kind."""
+    def serving(
+        self, kind: RequestKind | None, replicas: Sequence[ReplicaId], stage: Half | None = None
+    ) -> Sequence[ReplicaId]:
+        """Those of `replicas` whose role it is to serve that kind, or that stage of it; all, when they have no roles or the
+        request has no kind."""
         if self.split is None or kind is None:
             return replicas
-        return replicas_serving(kind, replicas, self.split)
+        return replicas_serving(kind, replicas, self.split, stage)
 
     def _loads(self, rule: RouterRule) -> Mapping[ReplicaId, int]:
         by_measure: dict[Measure, Mapping[ReplicaId, int]] = {

@@ -63,7 +63,7 @@ def test_what_was_never_tested_is_refused(section: str, key: str, value: Any, wo
 @pytest.mark.parametrize("key", ["speculative_config", "kv_transfer_config"])
 def test_speculation_and_kv_connectors_are_refused(key: str) -> None:
     config = resolved()
-    setattr(config, key, SimpleNamespace())
+    setattr(config, key, SimpleNamespace(kv_connector="ExampleConnector"))
     with pytest.raises(ConfigError, match=f"vllm.{key}"):
         refuse_untested(config)
 

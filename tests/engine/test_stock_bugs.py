@@ -4,6 +4,7 @@ Each has two halves. When a test named `stock_still_…` fails, vLLM mended the 
 both halves. Bug 1 (base rows get an adapter on CPU) has its own-side half in `test_states.py`.
 """
 
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 from vllm import PoolingParams, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -124,3 +126,12 @@ def test_stock_still_fails_on_a_seeded_prompt_of_several_chunks(make_engine: Mak
     engine.generate("long", token_ids(rng, 100), 4, temperature=1.0, seed=7)
     with pytest.raises(RuntimeError, match="does not use offset"):
         engine.run()
+
+
+# --- 7: NIXL on CPU -------------------------------------------------------------------------------------------------
+
+
+def test_stock_still_ties_a_computing_thread_to_the_last_core_of_its_node() -> None:
+    """Fixed by `same_cores` (`vllm_fixes.py`); its own half is in `test_kv_handover.py`."""
+    source = inspect.getsource(NixlBaseConnectorWorker)
+    assert "os.sched_setaffinity(0, rsv_cores_for_kv)" in source

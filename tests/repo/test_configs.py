@@ -34,10 +34,17 @@ def test_every_topology_has_its_file_for_gpus_and_for_cpu(prefix, topology):
     assert (application.args.num_gpus_per_replica == 0) == (prefix == "cpu-")
 
 
-# What else a file says, beside its topology: on CPU `dedicated` is the one that needs a second engine.
+# What else a file says, beside its topology: on CPU, topologies with roles need a second engine.
 BESIDE: dict[str, dict[str, Any]] = {
     "dedicated.yaml": {"dedicated": {"embed": 1, "generate": 3}},
     "cpu-dedicated.yaml": {"dedicated": {"embed": 1, "generate": 1}, "num_replicas": 2, "num_cpus_per_replica": 0.5},
+    "disagg_pd.yaml": {"disagg_pd": {"prefill": 1, "decode": 3}, "kv_connector": "nixl"},
+    "cpu-disagg_pd.yaml": {
+        "disagg_pd": {"prefill": 1, "decode": 1},
+        "kv_connector": "nixl",
+        "num_replicas": 2,
+        "num_cpus_per_replica": 0.5,
+    },
 }
 
 

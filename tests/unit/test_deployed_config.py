@@ -13,6 +13,7 @@ from orthrus_serve.ops.deployed_config import (
     behind,
     deploy_config,
     find_application,
+    live_spec,
     parse_wanted,
     refusals,
     settled,
@@ -139,7 +140,7 @@ def test_an_application_that_cannot_be_switched_is_refused_in_a_sentence(found, 
     ("given", "reason"),
     [
         (("dedicatd",), "there is no topology 'dedicatd'; did you mean 'dedicated'?"),
-        (("disagg_pd",), "there is no topology 'disagg_pd'; there are orthrus, hetero_fcfs, unified_homo, dedicated"),
+        (("disagg",), "there is no topology 'disagg'; did you mean 'disagg_pd'?"),
         (("orthrus", "round-robin"), "there is no rule 'round-robin'; did you mean 'round_robin'?"),
         (("orthrus", None, "1:3"), "in topology orthrus every replica serves both kinds"),
         (("dedicated", None, "1"), "such as 1:3"),
@@ -165,11 +166,23 @@ def test_roles_are_as_asked_or_as_args_have_them_or_one_to_all_others():
         settled(Wanted("dedicated"), plain, 1)
 
 
+def test_prefill_and_decode_need_engines_with_a_connector():
+    plain = find_application(details(OURS))
+    with pytest.raises(ConfigError, match="ours.topology: disagg_pd moves KV.*started without kv_connector"):
+        settled(Wanted("disagg_pd"), plain, 4)
+    ratio = {"prefill": 2, "decode": 1}
+    told = find_application(details({**OURS, "args": {**ARGS, "kv_connector": "nixl", "disagg_pd": ratio}}))
+    wanted = settled(Wanted("disagg_pd"), told, 3)
+    assert wanted.split == Split(2, 1)
+    assert live_spec(wanted).model_dump(exclude_none=True) == {"topology": "disagg_pd", "disagg_pd": ratio}
+    assert target(wanted, told).ratios == {"dedicated": None, "disagg_pd": ratio}
+
+
 def page(**changes: Any) -> dict[str, Any]:
     """A status page on which everybody follows `dedicated` 1:3."""
     front = {
         "front": "f", "topology": "dedicated", "rule": "least_remaining_tokens",
-        "dedicated": {"embed": 1, "generate": 3}, "refused": None,
+        "dedicated": {"embed": 1, "generate": 3}, "disagg_pd": None, "refused": None,
     }  # fmt: skip
     engine = {
         "replica": "e", "answered": True, "topology": "dedicated", "settings": {"policy": "hetero_fcfs"}, "refused": None,

@@ -82,7 +82,7 @@ class ScriptedPool:
 
 ARGS = {"topology": "orthrus", "model": {"path": "/m"}, "adapters": {"e": {"path": "/a"}}}
 FRONT = {
-    "front": "front-1", "topology": "orthrus", "rule": "round_robin", "dedicated": None, "refused": None,
+    "front": "front-1", "topology": "orthrus", "rule": "round_robin", "dedicated": None, "disagg_pd": None, "refused": None,
     "replicas": ["r1"], "quarantined": {}, "routed": 3, "open": 0, "tokens": 0,
 }  # fmt: skip
 
@@ -100,14 +100,14 @@ async def all_fronts(method: str, timeout_s: float) -> list[Any]:
 class Client:
     """One HTTP exchange with a Front, as an ASGI server would have it."""
 
-    def __init__(self, pool: ScriptedPool, max_body_bytes: int = 1000) -> None:
+    def __init__(self, pool: ScriptedPool, max_body_bytes: int = 1000, **more_args: Any) -> None:
         self.metrics = FrontMetrics()
         parts = StatusParts(own=own_info, fronts=all_fronts, serving={"": lambda _, replicas: replicas})
         pages = StatusPages({"": pool}, {"version": "0"}, "front-1", self.metrics.text, parts)
         limits = FrontLimits(max_body_bytes)
         self.state = RouterState(replicas=REPLICAS)
         self.keeper = PoolKeeper(pool, self.state, QuarantineRules(max_failures=1), {}, probe_timeout_s=1.0)
-        args = AppArgs.model_validate(ARGS)
+        args = AppArgs.model_validate({**ARGS, **more_args})
         arm = Arm("", pool, self.keeper, ChargeEstimator(), self.state, LiveRouting(args, self.state))
         arms = LiveArms(args, [arm])
         watch = RequestWatch(self.metrics, arms, Traces(None), logs_requests=True)

@@ -26,7 +26,8 @@ def live(**changes: Any) -> tuple[LiveRouting, RouterState]:
 def test_a_front_begins_as_args_say():
     routing, state = live()
     assert (state.rule, state.split) == ("power_of_two", None)
-    assert routing.describe() == {"topology": "orthrus", "rule": "power_of_two", "dedicated": None, "refused": None}
+    none: dict[str, Any] = {"dedicated": None, "disagg_pd": None, "refused": None}
+    assert routing.describe() == {"topology": "orthrus", "rule": "power_of_two", **none}
     assert live(topology="dedicated", router={})[1].split == Split(1, 3)
     assert live(topology="dedicated", dedicated={"embed": 2, "generate": 2})[1].split == Split(2, 2)
 
@@ -79,3 +80,22 @@ def test_dedicated_is_refused_where_one_replica_was_started_and_no_split_is_give
     routing.change({"topology": "dedicated"})
     assert "at least 2 replicas" in routing.describe()["refused"]
     assert state.split is None
+
+
+def test_prefill_and_decode_are_shared_out_where_the_engines_have_a_connector():
+    routing, state = live(kv_connector="nixl", disagg_pd={"prefill": 1, "decode": 2})
+    assert not routing.hands_over
+    routing.change({"topology": "disagg_pd"})
+    assert (routing.hands_over, state.split, routing.describe()["refused"]) == (True, Split(1, 2), None)
+    assert routing.describe()["disagg_pd"] == {"prefill": 1, "decode": 2}
+    routing.change({"topology": "disagg_pd", "disagg_pd": {"prefill": 3, "decode": 1}})
+    assert state.split == Split(3, 1)
+    routing.change({"topology": "dedicated"})
+    assert (routing.hands_over, state.split) == (False, Split(1, 3))
+
+
+def test_prefill_and_decode_are_refused_where_the_engines_have_no_connector():
+    routing, _ = live()
+    routing.change({"topology": "disagg_pd"})
+    assert (routing.topology, routing.hands_over) == ("orthrus", False)
+    assert "started without kv_connector" in routing.describe()["refused"]

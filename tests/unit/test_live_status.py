@@ -12,13 +12,13 @@ from orthrus_serve.types import ReplicaId
 
 FRONT: dict[str, Any] = {
     "front": "f1", "topology": "dedicated", "rule": "round_robin", "dedicated": {"embed": 1, "generate": 2},
-    "refused": None, "replicas": ["a", "b", "c"], "quarantined": {}, "routed": 7, "open": 1, "tokens": 30,
+    "disagg_pd": None, "refused": None, "replicas": ["a", "b", "c"], "quarantined": {}, "routed": 7, "open": 1, "tokens": 30,
 }  # fmt: skip
 
 
 def engine(replica: str, **changes: Any) -> dict[str, Any]:
     return {
-        "replica": replica, "pid": 1, "topology": "dedicated", "open": 2, "in_engine": 1,
+        "replica": replica, "pid": 1, "topology": "dedicated", "open": 2, "in_engine": 1, "kept": 0,
         "remaining_tokens": {"generate": 5, "embed": 0}, "report": {"policy": "hetero_fcfs", "totals": {"steps": 9}},
         "settings": {"applied": {"policy": "hetero_fcfs"}, "refused": None}, **changes,
     }  # fmt: skip

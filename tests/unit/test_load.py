@@ -143,6 +143,20 @@ def test_all_mistakes_in_args_are_told_at_once():
             "deployments[0].autoscaling_config: would override what args say; write args.autoscaling instead",
         ),
         ((*ARG, "topology"), "dedicated", "args.num_replicas: topology dedicated needs at least 2"),
+        ((*ARG, "topology"), "disagg_pd", "args.num_replicas: topology disagg_pd needs at least 2, one that prefills"),
+        ((*ARG, "kv_connector"), "nixle", "args.kv_connector: must be"),
+        ((*ARG, "kv_lease_s"), 5, "args.kv_lease_s: must be at least 6"),
+        ((*ARG, "vllm"), {"kv_transfer_config": {}}, "vllm.kv_transfer_config is set by Orthrus: write kv_connector"),
+        (
+            (*ARG, "disagg_pd"),
+            {"prefill": 0, "decode": 1},
+            "args.disagg_pd.prefill: must be at least 1, got the number 0",
+        ),
+        (
+            (*APP, "deployments"),
+            [{"name": "Front", "user_config": {"topology": "disagg_pd"}}],
+            "user_config.topology: disagg_pd moves KV between engines",
+        ),
         (
             (*ARG, "dedicated"),
             {"embed": 0, "generate": 1},
@@ -273,3 +287,14 @@ places = st.sampled_from(
 def test_whatever_stands_in_a_place_the_answer_is_a_configuration_or_a_sentence(changes):
     with contextlib.suppress(ConfigError):
         parse_serve_file(file_with(*changes))
+
+
+def test_prefill_and_decode_need_a_connector_and_one_device_an_engine():
+    args = {**ARGS, "topology": "disagg_pd", "num_replicas": 2}
+    with pytest.raises(ConfigError, match="kv_connector: topology disagg_pd moves KV between engines"):
+        parse_args(args)
+    with pytest.raises(ConfigError, match=r"kv_connector: is not supported with vllm.tensor_parallel_size above 1"):
+        parse_args({**args, "kv_connector": "nixl", "num_gpus_per_replica": 2, "vllm": {"tensor_parallel_size": 2}})
+    assert parse_args({**args, "kv_connector": "nixl"}).routed().ratio is None
+    ratio = {"prefill": 1, "decode": 3}
+    assert parse_args({**args, "kv_connector": "nixl", "disagg_pd": ratio}).routed().ratio == (1, 3)

@@ -166,6 +166,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"logit_bias": [1]}, "logit_bias", "object"),
     (CHAT, {"dimensions": 64}, "dimensions", "embeddings"),
     (CHAT, {"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params", "not offered"),
+    (COMPLETE, {"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params", "not offered"),
     (CHAT, {"use_beam_search": True}, "use_beam_search", "not offered"),
     (CHAT, {"truncate_prompt_tokens": 10**30}, "truncate_prompt_tokens", "255"),
     ("/tokenize", {"prompt": 5}, "prompt", "text"),

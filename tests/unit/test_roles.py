@@ -58,3 +58,10 @@ def test_when_a_replica_goes_at_most_one_other_changes_its_role(replicas, split,
 @pytest.mark.parametrize(("num_replicas", "num_embed"), [(2, 1), (3, 1), (4, 1), (6, 2), (8, 2)])
 def test_one_to_three_on_other_numbers_of_replicas(num_replicas, num_embed):
     assert Split(1, 3).num_embed(num_replicas) == num_embed
+
+
+@given(replica_lists, splits)
+def test_prompts_are_computed_where_embeddings_are_and_answers_where_generations_are(replicas, split):
+    for kind in ("embed", "generate"):
+        assert replicas_serving("generate", replicas, split, "decode") == replicas_serving("generate", replicas, split)
+        assert replicas_serving(kind, replicas, split, "prefill") == replicas_serving("embed", replicas, split)

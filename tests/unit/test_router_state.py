@@ -179,3 +179,14 @@ def test_admission_is_told_of_a_replica_at_home() -> None:
     assert likely is not None
     assert likely.replica_id in replicas[8:12]
     assert likely.num_candidates == 16
+
+
+def test_the_halves_of_a_generation_go_to_the_two_roles_however_often_they_are_asked_for() -> None:
+    state = RouterState(split=Split(1, 1), replicas=(ReplicaId("a"), ReplicaId("b")))
+    replicas = list(state.replicas)
+    for _ in range(2):
+        chosen = [
+            state.choose_and_charge(RoutedRequest("r", "generate", stage=stage), replicas)
+            for stage in ("prefill", "decode", None)
+        ]
+        assert chosen == ["a", "b", "b"]

@@ -4,6 +4,7 @@ import typing
 
 import pytest
 
+from orthrus_serve.config.roles import ROLES
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.topology import PRESETS, RULE_SAYS, STEP_HOLDS, describe, expand, split_for
@@ -29,6 +30,7 @@ def test_topologies_that_are_switched_live_differ_in_policy_and_roles_only():
     assert {name: pool.policy for name, (pool,) in pools.items()} == {
         **{name: name for name in mixed},
         "dedicated": "hetero_fcfs",
+        "disagg_pd": "hetero_fcfs",
     }
     assert len({(pool.name, pool.num_replicas, pool.kinds) for (pool,) in pools.values()}) == 1
     assert len({expand(name, num_replicas=4).router_rule for name in PRESETS}) == 1
@@ -42,10 +44,21 @@ def test_dedicated_gives_one_replica_to_embeddings_unless_told_otherwise():
     assert line.endswith("8 replicas, 1 GPU each, 2 serving embed and 6 serving generate")
 
 
+def test_prefill_and_decode_are_planned_by_role():
+    (line,) = [line for line in describe(expand("disagg_pd", num_replicas=4, split=Split(1, 3))) if "pool" in line]
+    assert line.endswith("4 replicas, 1 GPU each, 1 prefilling and serving embed, 3 decoding")
+    assert [name for name in PRESETS if expand(name, num_replicas=4).hands_over] == ["disagg_pd"]
+    assert expand("disagg_pd", num_replicas=4).ratios == {"dedicated": None, "disagg_pd": {"prefill": 1, "decode": 3}}
+
+
+def test_the_configuration_and_the_presets_agree_on_which_topologies_have_roles():
+    assert {name for name, preset in PRESETS.items() if preset.is_split} == set(ROLES)
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", typing.get_args(TopologyName))
 def test_pools_of_every_ordinary_size_are_planned(name, num_replicas):
-    if (name, num_replicas) == ("dedicated", 1):
+    if PRESETS[name].is_split and num_replicas == 1:
         return
     topology = expand(name, num_replicas=num_replicas)
     assert (topology.num_gpus, topology.num_fronts) == (num_replicas, max(1, num_replicas // 2))
