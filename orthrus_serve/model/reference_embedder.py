@@ -1,4 +1,4 @@
-"""Embeds texts with Transformers and peft alone: the reference that the engine's vectors are held against.
+"""Embeds many texts at once with Transformers and peft alone: how well a model retrieves, apart from any engine.
 
 Decides nothing about serving. As a command it scores a model on a retrieval sample:
 `python -m orthrus_serve.model.reference_embedder --model DIR --adapter DIR --eval-data FILE --json OUT`.
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from orthrus_serve.model.retrieval_eval import (
     PASSAGE_PREFIX,
@@ -25,26 +24,8 @@ from orthrus_serve.model.retrieval_eval import (
     rank,
     scores,
 )
-
-
-def pad(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Token ids of unequal length → ids [rows, longest], padded on the right, and their lengths [rows]."""
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), pad_id)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.as_tensor(row)
-    return ids.to(device), lengths.to(device)
-
-
-def pool(hidden: Tensor, lengths: Tensor, pooling: Literal["last", "mean"]) -> Tensor:
-    """Hidden states [rows, tokens, width] of right-padded rows → unit vectors [rows, width], float32."""
-    hidden = hidden.float()
-    if pooling == "last":
-        pooled = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
-    else:
-        mask = torch.arange(hidden.shape[1], device=hidden.device)[None] < lengths[:, None]
-        pooled = (hidden * mask[..., None]).sum(1) / lengths[:, None]
-    return nn.functional.normalize(pooled, dim=-1)
+from orthrus_serve.reference.decoder import ReferenceDecoder
+from orthrus_serve.reference.pooling import pad, pool
 
 
 class ReferenceEmbedder:
@@ -76,10 +57,10 @@ class ReferenceEmbedder:
         if not is_decoder:
             encoder = AutoModel.from_pretrained(model_dir, dtype=dtype).to(device).eval()
             return cls(encoder, tokenizer, pooling="mean", append_eos=False, max_tokens=max_tokens)
-        decoder = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
-        if adapter_dir is not None:  # wraps the layers of `decoder` in place; they stay unmerged, as in the engine
-            PeftModel.from_pretrained(decoder, adapter_dir, autocast_adapter_dtype=False)
-        backbone = decoder.model.to(device, dtype).eval()
+        adapters = {} if adapter_dir is None else {"adapter": adapter_dir}
+        reference = ReferenceDecoder.load(model_dir, adapters, device=device, dtype=dtype)
+        # peft wraps the layers in place and leaves its only adapter on; it stays unmerged, as in the engine
+        backbone = reference.decoder.base_model
         return cls(backbone, tokenizer, pooling="last", append_eos=True, max_tokens=max_tokens)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -100,7 +81,7 @@ class ReferenceEmbedder:
             ids, lengths = pad(chunk, self.tokenizer.pad_token_id, device)
             mask = (torch.arange(ids.shape[1], device=device)[None] < lengths[:, None]).long()
             hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            parts.append(pool(hidden, lengths, self.pooling))
+            parts.append(nn.functional.normalize(pool(hidden, lengths, self.pooling), dim=-1))
         vectors = torch.cat(parts)
         result = torch.empty_like(vectors)
         result[torch.tensor(order, device=device)] = vectors

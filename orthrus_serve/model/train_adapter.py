@@ -28,8 +28,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orthrus_serve.model.distil_loss import LossParts, batch_loss, choose_passages
-from orthrus_serve.model.reference_embedder import ReferenceEmbedder, pad, pool, score_embedder
+from orthrus_serve.model.reference_embedder import ReferenceEmbedder, score_embedder
 from orthrus_serve.model.retrieval_eval import PASSAGE_PREFIX, QUERY_PREFIX
+from orthrus_serve.reference.pooling import pad, pool
 
 _MODULES = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -136,7 +137,8 @@ def embed_rows(model: torch.nn.Module, rows: Sequence[Sequence[int]], eos_id: in
     parts: list[Tensor] = []
     for chunk in np.array_split(order, min(_NUM_CHUNKS, len(order))):
         ids, lengths = pad([cut[i] for i in chunk], eos_id, device)
-        parts.append(pool(model(input_ids=ids, use_cache=False).last_hidden_state, lengths, "last"))
+        pooled = pool(model(input_ids=ids, use_cache=False).last_hidden_state, lengths, "last")
+        parts.append(torch.nn.functional.normalize(pooled, dim=-1))
     inverse = torch.from_numpy(np.argsort(order, kind="stable")).to(device)
     return torch.cat(parts)[inverse]
 

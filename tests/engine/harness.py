@@ -2,16 +2,15 @@
 
 import json
 import random
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm import PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -19,6 +18,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from orthrus_serve.engine.settings import LiveSettings
+from orthrus_serve.reference.decoder import ReferenceDecoder
 
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 128
@@ -34,41 +34,23 @@ class TinyModel:
     adapter: Path
 
     @cached_property
-    def _reference(self) -> Any:
-        base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        return PeftModel.from_pretrained(base, self.adapter).eval()
+    def reference(self) -> ReferenceDecoder:
+        """Transformers and peft over both folders."""
+        return ReferenceDecoder.load(self.model, {"adapter": self.adapter})
 
-    @torch.no_grad()
     def vector(
-        self, token_ids: list[int], pooling: str, *, normalize: bool = True, dimensions: int | None = None
+        self, token_ids: list[int], pooling: Any, *, normalize: bool = True, dimensions: int | None = None
     ) -> torch.Tensor:
         """The embedding that Transformers and peft give, fp32 `[dimensions or hidden size]`."""
-        hidden = self._reference.base_model.model.model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
-        weights = torch.arange(1, len(token_ids) + 1).float()
-        vector = {
-            "last": lambda: hidden[-1],
-            "cls": lambda: hidden[0],
-            "mean": lambda: hidden.mean(0),
-            "weighted_mean": lambda: (weights @ hidden) / weights.sum(),
-        }[pooling]()
-        vector = vector[:dimensions] if dimensions else vector
-        return torch.nn.functional.normalize(vector, dim=-1) if normalize else vector
+        return self.reference.vector(token_ids, "adapter", pooling=pooling, normalize=normalize, dimensions=dimensions)
 
-    @torch.no_grad()
     def greedy(self, token_ids: list[int], count: int, *, adapted: bool = False) -> list[int]:
         """The tokens that Transformers generates greedily, with or without the adapter, end-of-sequence tokens included."""
-        tokens = list(token_ids)
-        with nullcontext() if adapted else self._reference.disable_adapter():
-            for _ in range(count):
-                tokens.append(int(self._reference(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tokens[len(token_ids) :]
+        return self.reference.greedy(token_ids, count, "adapter" if adapted else None)
 
-    @torch.no_grad()
     def next_logits(self, token_ids: list[int], following: list[int], *, adapted: bool = False) -> torch.Tensor:
         """Logits that Transformers gives before each token of `following`, `[len(following), vocabulary]`."""
-        with nullcontext() if adapted else self._reference.disable_adapter():
-            logits = self._reference(input_ids=torch.tensor([[*token_ids, *following[:-1]]])).logits[0]
-        return logits[len(token_ids) - 1 :]
+        return self.reference.next_logits(token_ids, following, "adapter" if adapted else None)
 
 
 def make_tiny_model(folder: Path) -> TinyModel:
