@@ -12,6 +12,8 @@ Half = Literal["prefill", "decode"]
 PoolingKind = Literal["last", "mean", "weighted_mean", "cls", "all"]
 Activation = Literal["none", "tanh", "gelu", "relu"]
 Reduction = Literal["mean", "max", "last"]
+# Fields of vLLM's API that go past its own checks into the engine; closed unless `limits.open_fields` opens them.
+ClosedField = Literal["vllm_xargs", "watermarking", "repetition_detection", "routed_experts_prompt_start"]
 Priority = Literal["high", "normal", "low"]
 
 RequestId = NewType("RequestId", str)

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from orthrus_serve.config.api_keys import read_digests
 from orthrus_serve.config.complaint import join
 from orthrus_serve.config.load import Application, ServeFile
-from orthrus_serve.config.schema import AdapterSpec, AppArgs
+from orthrus_serve.config.resources import resource_problems
+from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.config.vllm_keys import check_vllm_keys, installed_vllm_keys
 from orthrus_serve.errors import ConfigError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+LARGEST_RANK = 512
 # vLLM keys that let a model do without weights or a tokenizer of its own beside them.
 ELSEWHERE = ("load_format", "tokenizer", "skip_tokenizer_init")
 
@@ -57,13 +60,27 @@ def _summary(args: AppArgs) -> str:
 def _problems(application: Application, known: frozenset[str] | None) -> list[str]:
     args, path = application.args, (*application.path, "args")
     problems = _model_problems(args, join((*path, "model", "path")))
-    hidden_size = _read_json(Path(args.model.path) / "config.json").get("hidden_size")
+    model = _read_json(Path(args.model.path) / "config.json")
+    hidden_size = model.get("hidden_size")
+    for name, spec in args.generate_adapters.items():
+        where = join((*path, "generate_adapters", name))
+        problems += _adapter_problems(spec.path, args.vllm.get("max_lora_rank"), where)
     for name, spec in args.adapters.items():
-        problems += _adapter_problems(spec, args.vllm.get("max_lora_rank"), join((*path, "adapters", name)))
+        problems += _adapter_problems(spec.path, args.vllm.get("max_lora_rank"), join((*path, "adapters", name)))
+        if spec.head is not None and not Path(spec.head.path).is_file():
+            problems.append(f"{join((*path, 'adapters', name, 'head', 'path'))}: {spec.head.path} is not a file")
         too_long = [n for n in spec.dimensions if isinstance(hidden_size, int) and n > hidden_size]
         if too_long:
             where = join((*path, "adapters", name, "dimensions"))
             problems.append(f"{where}: {too_long[0]} is above the model's hidden size, {hidden_size}")
+    for name, arm in args.by_arm.items():
+        where = join((*path, *(("arms", name) if name else ()), "vllm"))
+        problems += resource_problems(arm.vllm, model, where)
+    if args.api_keys is not None:
+        try:
+            read_digests(args.api_keys)
+        except ConfigError as error:
+            problems.append(f"{join(path)}.{error}")
     if known is not None:
         problems += _connector_problems(args, join((*path, "kv_connector")))
         sections = {"vllm": args.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in args.arms.items()}}
@@ -99,8 +116,8 @@ def _model_problems(args: AppArgs, where: str) -> list[str]:
     return problems
 
 
-def _adapter_problems(spec: AdapterSpec, max_rank: Any, where: str) -> list[str]:
-    folder, path = Path(spec.path), f"{where}.path"
+def _adapter_problems(adapter: str, max_rank: Any, where: str) -> list[str]:
+    folder, path = Path(adapter), f"{where}.path"
     if not folder.is_dir():
         demo = "; `orthrus-serve model fetch` puts the demo adapter there" if "orthrus_serve" in folder.parts else ""
         return [f"{path}: {folder} is not a folder{demo}"]
@@ -116,6 +133,8 @@ def _adapter_problems(spec: AdapterSpec, max_rank: Any, where: str) -> list[str]
         return [f"{path}: {folder / 'adapter_config.json'} gives no rank (r)"]
     if isinstance(max_rank, int) and rank > max_rank:
         return [f"{path}: the adapter's rank {rank} is above vllm.max_lora_rank {max_rank}; raise max_lora_rank"]
+    if rank > LARGEST_RANK:
+        return [f"{path}: the adapter's rank {rank} is above {LARGEST_RANK}, the largest that vLLM serves"]
     return []
 
 

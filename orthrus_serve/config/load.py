@@ -19,7 +19,8 @@ from orthrus_serve.config.arms import arm_problems, filled_in, live_problems, ro
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
 from orthrus_serve.config.placement import placement_problems
 from orthrus_serve.config.roles import ROLES
-from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec, Section
+from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec
+from orthrus_serve.config.section import Section
 from orthrus_serve.config.serve_keys import SERVE_FILE, Keys
 from orthrus_serve.config.vllm_keys import refused_vllm_keys
 from orthrus_serve.errors import ConfigError

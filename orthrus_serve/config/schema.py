@@ -4,17 +4,17 @@ Guards: unknown keys, wrong types and contradictions stop the start and name the
 whether vLLM accepts its own keys (`engine/args.py` and `orthrus-serve check` look at those).
 """
 
-import re
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from orthrus_serve.config.clients import AdmissionSpec, ApiKeysSpec
 from orthrus_serve.config.roles import ROLES, PrefillSplitSpec, RoutingSpec, SplitSpec, connector_problem
-from orthrus_serve.config.section import Section
+from orthrus_serve.config.section import Section, expand
 from orthrus_serve.config.telemetry_keys import LogSpec, TracingSpec
 from orthrus_serve.types import (
     Activation,
+    ClosedField,
     KvConnectorName,
     PolicyName,
     PoolingKind,
@@ -22,11 +22,6 @@ from orthrus_serve.types import (
     RouterRule,
     TopologyName,
 )
-
-
-def expand(path: str) -> str:
-    """An absolute path; `~` stands for the home folder. Replicas start in other folders than the command line does."""
-    return str(Path(path).expanduser().absolute())
 
 
 class ModelSpec(Section):
@@ -126,12 +121,16 @@ class EngineSpec(Section):
 
 
 class LimitSpec(Section):
-    """What one request may ask for. Above any of these the answer is a 400 that names the field and the limit."""
+    """What one request may ask for. Above any of these the answer is a 400 that names the field and the limit.
+
+    `open_fields` are fields of vLLM's API that are closed without it (`request_check.CLOSED`).
+    """
 
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
     max_inputs: int = Field(default=2048, ge=1)
     max_n: int = Field(default=128, ge=1)
     max_logprobs: int = Field(default=20, ge=0)
+    open_fields: tuple[ClosedField, ...] = ()
 
 
 class HealthSpec(Section):
@@ -176,55 +175,6 @@ class RouterSpec(Section):
     """How an engine replica is chosen. `rule` None is the topology's own."""
 
     rule: RouterRule | None = None
-
-
-class GoalSpec(Section):
-    """Within what time a request of one kind is to have its first token, and to be complete. None is no goal."""
-
-    ttft_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
-
-
-class HeadroomSpec(Section):
-    """What share of its goal a request may be predicted to take, by its priority: the smaller, the earlier it is refused."""
-
-    high: float = Field(default=0.9, gt=0, le=1)
-    normal: float = Field(default=0.8, gt=0, le=1)
-    low: float = Field(default=0.6, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.high >= self.normal >= self.low:
-            raise ValueError("high: must not be below normal, nor normal below low")
-        return self
-
-
-class KeyLimitSpec(Section):
-    """What one key may use, all Fronts together; None is no limit."""
-
-    requests_per_minute: float | None = Field(default=None, gt=0)
-    tokens_per_minute: float | None = Field(default=None, gt=0)
-    max_in_flight_tokens: float | None = Field(default=None, gt=0)
-
-
-class AdmissionSpec(Section):
-    """Who is let in. Without this section, everybody.
-
-    `generate` and `embed` are the goals of requests that name none of their own. `each_key` limits every client, told apart by
-    the `Authorization` header; `keys` gives single ones other limits, by the SHA-256 (in hex) of what follows `Bearer `.
-    """
-
-    generate: GoalSpec = GoalSpec()
-    embed: GoalSpec = GoalSpec()
-    headroom: HeadroomSpec = HeadroomSpec()
-    each_key: KeyLimitSpec = KeyLimitSpec()
-    keys: dict[str, KeyLimitSpec] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _hashed(self) -> Self:
-        if any(not re.fullmatch("[0-9a-f]{64}", name) for name in self.keys):
-            raise ValueError("keys: a key is named by its SHA-256, 64 lower-case hex digits, never by itself")
-        return self
 
 
 class MirrorSpec(Section):
@@ -305,6 +255,7 @@ class AppArgs(Section):
     kv_lease_s: int = Field(default=120, ge=6)
     health: HealthSpec = HealthSpec()
     admission: AdmissionSpec | None = None
+    api_keys: ApiKeysSpec | None = None
     autoscaling: AutoscalingSpec | None = None
     tracing: TracingSpec | None = None
     log: LogSpec = LogSpec()

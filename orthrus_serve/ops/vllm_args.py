@@ -31,6 +31,10 @@ def vllm_command_line(file: ServeFile) -> str:
     args = file.applications[0].args
     if args.arms:
         raise ConfigError(f"{file.source}: vllm serves one engine, and the file has {len(args.arms)} arms")
+    if args.api_keys is not None:
+        raise ConfigError(
+            f"{file.source}: args.api_keys: vLLM checks keys itself; leave it out, and add --api-key there"
+        )
     environment = [f"{name}={value}" for name, value in replica_environment(args).items()]
     # vLLM's CPU package installs a `vllm` command that looks for the CUDA package's version and fails.
     program = ["vllm", "serve"] if args.num_gpus_per_replica else ["python", "-m", "vllm.entrypoints.openai.api_server"]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
-from orthrus_serve.config.schema import AdmissionSpec, GoalSpec, KeyLimitSpec
+from orthrus_serve.config.clients import AdmissionSpec, GoalSpec, KeyLimitSpec
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.admission import Admission, Asked, Backlog, Goals, Measure, Predicted, Refused
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
@@ -19,6 +19,7 @@ from orthrus_serve.policy.service_rate import PoolRates
 from orthrus_serve.serving.asgi_io import header
 from orthrus_serve.serving.charging import ReplyMeter
 from orthrus_serve.serving.engine_reports import ReplicaReport
+from orthrus_serve.serving.key_guard import given_key
 from orthrus_serve.serving.metrics_export import FrontMetrics
 from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.serving.tunnel import Header, Message, TunnelRequest
@@ -212,9 +213,7 @@ def _limits(spec: KeyLimitSpec) -> KeyLimits:
 
 def _key_of(headers: Iterable[Header]) -> str:
     """The SHA-256 of the client's key; empty for all without one, who share it."""
-    given = (header(headers, b"authorization") or b"").strip()
-    if given[:7].lower() == b"bearer ":
-        given = given[7:].strip()
+    given = given_key(headers)
     return hashlib.sha256(given).hexdigest() if given else ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from orthrus_serve.config.api_keys import read_digests
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
@@ -37,6 +38,7 @@ from orthrus_serve.serving.disagg import WHOLE, is_shared, prefill
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.serving.error_shape import sse_error_event
 from orthrus_serve.serving.exchange import Exchange
+from orthrus_serve.serving.key_guard import KeyGuard
 from orthrus_serve.serving.live_arms import Arm, LiveArms
 from orthrus_serve.serving.live_routing import LiveRouting
 from orthrus_serve.serving.metrics_export import FrontMetrics
@@ -52,6 +54,7 @@ from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import (
     GONE_HEADER,
     Header,
+    Message,
     Receive,
     Reply,
     Send,
@@ -102,7 +105,7 @@ class FrontApp:
         self._ab_page = ab_page
         self._mirrors = Mirrors(self._answer, arms, metrics)
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One ASGI connection."""
         if scope["type"] == "lifespan":
             await run_lifespan(receive, send)
@@ -111,7 +114,7 @@ class FrontApp:
         elif scope["type"] == "http":
             await self._http(scope, receive, send)
 
-    async def _http(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         exchange = Exchange(send)
         exchange.request_id = _request_id(scope["headers"])
@@ -129,7 +132,7 @@ class FrontApp:
         with self._watch.following(path, scope["headers"], kind, arm, exchange):
             await self._answer_or_refuse(scope, path, receive, exchange)
 
-    async def _answer_or_refuse(self, scope: dict[str, Any], path: str, receive: Receive, send: Exchange) -> None:
+    async def _answer_or_refuse(self, scope: Message, path: str, receive: Receive, send: Exchange) -> None:
         try:
             await self._route(find_route(scope["method"], path), scope, path, receive, send)
         except ClientLeftError:
@@ -147,7 +150,7 @@ class FrontApp:
                 raise  # the connection must not end as if the answer were complete
             await send_error(send, FAILED)
 
-    async def _route(self, target: Target, scope: dict[str, Any], path: str, receive: Receive, send: Exchange) -> None:
+    async def _route(self, target: Target, scope: Message, path: str, receive: Receive, send: Exchange) -> None:
         if target is Target.ENGINE:
             headers: list[Header] = [(bytes(name).lower(), bytes(value)) for name, value in scope["headers"]]
             body = await read_body(receive, headers, self._limits.max_body_bytes)
@@ -293,6 +296,7 @@ class Front:
         parts = StatusParts(own=self.info, fronts=peers.ask_all, serving=self._arms.serving())
         pools = {arm.name: arm.pool for arm in arms}
         self._ab_page = AbPage(self._arms, peers.ask_all)
+        self._key_digests = None if args.api_keys is None else read_digests(args.api_keys)
         self._app = FrontApp(
             self._arms,
             FrontLimits(max_body_bytes=args.limits.max_body_bytes),
@@ -302,12 +306,12 @@ class Front:
             self._ab_page,
         )
 
-    async def __serve_build_asgi_app__(self) -> FrontApp:
+    async def __serve_build_asgi_app__(self) -> FrontApp | KeyGuard:
         """The app that Serve runs. Called once, on the event loop that the app will run on."""
         log_start("front_started", self._id)
         work = [*(arm.keeper.run() for arm in self._arms), self._ray_copy.run()]
         self._keeping = [asyncio.create_task(task) for task in work]
-        return self._app
+        return self._app if self._key_digests is None else KeyGuard(self._app, self._key_digests)
 
     async def reconfigure(self, user_config: Any) -> None:
         """Changes weights, mirror, topology, router rule and roles from the next request on. Never raises; `info` tells a

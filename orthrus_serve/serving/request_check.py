@@ -9,12 +9,13 @@ Leaves to vLLM what it answers well: contents of messages, tools, response forma
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from orthrus_serve.errors import RequestError
 from orthrus_serve.serving import field_rules
 from orthrus_serve.serving.field_rules import brief, is_int
 from orthrus_serve.serving.served import Served, ServedAdapter, refuse
+from orthrus_serve.types import ClosedField
 
 CHECKED_PATHS = frozenset({"/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"})
 
@@ -23,7 +24,10 @@ STRIPPED = ("priority", "request_id")
 # vLLM knows these, this server does not offer them: refused, so that none is silently without effect.
 NOT_OFFERED = (
     "kv_transfer_params", "ec_transfer_params", "prompt_embeds", "use_beam_search", "mm_processor_kwargs", "media_io_kwargs",
+    "mm_payload", "return_mm_kwargs",
 )  # fmt: skip
+# The same, unless the configuration opens them: what they hold is read by code that nobody here has tested.
+CLOSED: tuple[ClosedField, ...] = get_args(ClosedField)
 ENCODING_FORMATS = ("float", "base64")
 
 
@@ -44,10 +48,15 @@ def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
     if path not in CHECKED_PATHS:
         return CheckedRequest(body)
     parsed = _parse(body)
-    fields = {key: value for key, value in parsed.items() if key not in STRIPPED}
+    # Clients write null for what they leave out, and vLLM refuses it in some fields; of `max_tokens` it makes "all that fits".
+    given = {key: value for key, value in parsed.items() if value is not None or key == "max_tokens"}
+    fields = {key: value for key, value in given.items() if key not in STRIPPED}
     for field in NOT_OFFERED:
         if fields.get(field) not in (None, False):
             raise refuse(field, f"{field} is not offered by this server.")
+    for field in CLOSED:
+        if fields.get(field) is not None and field not in served.open_fields:
+            raise refuse(field, f"{field} is not offered by this server (limits.open_fields).")
     _check_extras(fields.get("vllm_xargs"))
     name = _model_name(fields, served)
     dimensions = None
@@ -113,13 +122,17 @@ def _check_embedding(fields: dict[str, Any], name: str, served: Served) -> int |
     adapter = served.adapters[name]
     if "messages" in fields:
         raise refuse("messages", "messages is not offered for embeddings: put text or token ids into input.")
-    _check_inputs("input", fields.get("input"), served, served.longest_input(adapter))
+    _check_inputs("input", fields.get("input"), served, _longest_to_send(fields, served.longest_input(adapter)))
     encoding = fields.get("encoding_format")
     if encoding is not None and encoding not in ENCODING_FORMATS:
         raise refuse("encoding_format", f'encoding_format must be "float" or "base64", got {brief(encoding)}.')
     if fields.get("padding") not in (None, "do_not_pad"):
         raise refuse("padding", "padding is not offered by this server: vectors must not depend on it.")
     _complete_truncation(fields, adapter, served.longest_input(adapter))
+    if not adapter.normalizes:
+        fields.setdefault(
+            "use_activation", False
+        )  # vLLM would make it true before the engine sees that it was left out
     return _take_dimensions(fields, name, adapter)
 
 
@@ -131,6 +144,14 @@ def _complete_truncation(fields: dict[str, Any], adapter: ServedAdapter, longest
     room = int(adapter.appends_eos)
     field_rules.check_truncation(value, 1 + room, longest)
     fields["truncate_prompt_tokens"] = (longest if value == -1 else value) - room
+    if fields.get("truncation_side") is None:
+        # Of a model that generates, vLLM keeps the end; an embedding server keeps the beginning.
+        fields["truncation_side"] = "right"
+
+
+def _longest_to_send(fields: Mapping[str, Any], longest: int) -> int | None:
+    """Most token ids of one input; None when it will be cut to what fits."""
+    return longest if fields.get("truncate_prompt_tokens") is None else None
 
 
 def _take_dimensions(fields: dict[str, Any], name: str, adapter: ServedAdapter) -> int | None:
@@ -143,7 +164,7 @@ def _take_dimensions(fields: dict[str, Any], name: str, adapter: ServedAdapter) 
     raise refuse("dimensions", f"dimensions for {name!r} must be one of {allowed}, got {brief(dimensions)}.")
 
 
-def _check_inputs(field: str, value: object, served: Served, longest: int) -> int:
+def _check_inputs(field: str, value: object, served: Served, longest: int | None) -> int:
     """A text, a list of texts, a list of token ids, or a list of such lists; none of them empty. Returns how many inputs."""
     if value is None:
         raise refuse(field, f"{field} is required: a text, a list of texts, or token ids.")
@@ -177,10 +198,10 @@ def _check_input_text(field: str, text: str) -> None:
     field_rules.check_text(field, text)
 
 
-def _check_input_ids(field: str, ids: Sequence[object], vocab_size: int, longest: int) -> None:
+def _check_input_ids(field: str, ids: Sequence[object], vocab_size: int, longest: int | None) -> None:
     if not ids:
         raise refuse(field, f"{field} must not be an empty list of token ids.")
-    if len(ids) > longest:
+    if longest is not None and len(ids) > longest:
         raise refuse(
             field,
             f"{field} holds {len(ids)} token ids; the longest input is {longest} tokens.",
@@ -203,7 +224,8 @@ def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, i
     if is_chat:
         _check_messages(fields.get("messages"), served.max_inputs)
     else:
-        num_prompts = _check_inputs("prompt", fields.get("prompt"), served, served.longest_prompt)
+        longest = _longest_to_send(fields, served.longest_prompt)
+        num_prompts = _check_inputs("prompt", fields.get("prompt"), served, longest)
     field_rules.check_sampling(fields, served, is_chat=is_chat)
     num_outputs = num_prompts * (fields.get("n") or 1)
     if num_outputs > served.max_inputs:

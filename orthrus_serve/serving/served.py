@@ -16,12 +16,14 @@ class ServedAdapter:
         dimensions: lengths that clients may ask for besides.
         appends_eos: whether the engine appends the end-of-sequence token, which counts as one of an input's tokens.
         max_input_tokens: most tokens of an input where that is less than the model's, else None.
+        normalizes: whether vectors have length 1 where a request does not say.
     """
 
     size: int
     dimensions: tuple[int, ...] = ()
     appends_eos: bool = True
     max_input_tokens: int | None = None
+    normalizes: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Served:
         max_inputs: most inputs, prompts, messages or output sequences of one request.
         max_n: most answers to one prompt.
         max_logprobs: most alternatives reported for each token.
+        open_fields: fields of vLLM's API that are open though they are closed by default.
     """
 
     base_name: str
@@ -49,6 +52,7 @@ class Served:
     max_inputs: int
     max_n: int
     max_logprobs: int
+    open_fields: frozenset[str] = frozenset()
 
     @property
     def longest_prompt(self) -> int:
@@ -83,6 +87,7 @@ def served_by(
                 dimensions=spec.dimensions,
                 appends_eos=spec.append_eos,
                 max_input_tokens=spec.head.max_input_tokens if spec.head is not None else None,
+                normalizes=spec.normalize,
             )
             for name, spec in args.adapters.items()
         },
@@ -92,6 +97,7 @@ def served_by(
         max_inputs=args.limits.max_inputs,
         max_n=args.limits.max_n,
         max_logprobs=args.limits.max_logprobs,
+        open_fields=frozenset(args.limits.open_fields),
     )
 
 

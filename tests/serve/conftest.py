@@ -52,6 +52,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def log_folder() -> Path:
+    """Where this Ray and everything that runs in it writes its logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
 @dataclass(frozen=True)
 class App:
     """A running application."""

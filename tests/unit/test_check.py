@@ -110,3 +110,22 @@ def test_broken_json_is_a_sentence_and_not_a_traceback(folders):
     (folders / "model" / "config.json").write_text("{")
     (folders / "adapter" / "adapter_config.json").write_bytes(b"\xff\x00")
     assert "no readable config.json" in complaint_about(make_file(folders))
+
+
+def test_adapters_that_generate_are_looked_at_too(folders):
+    file = make_file(folders)
+    raw = {**file.applications[0].args.model_dump(mode="json"), "generate_adapters": {"g": {"path": "/nowhere"}}}
+    application = Application("a", "/", parse_args(raw), LiveSpec(), ("applications", 0))
+    assert "args.generate_adapters.g.path: /nowhere is not a folder" in complaint_about(
+        ServeFile("f.yaml", "127.0.0.1", 8000, (application,))
+    )
+
+
+def test_a_rank_above_what_vllm_serves_is_refused(folders):
+    write_lora(folders / "adapter", r=513)
+    assert "rank 513 is above 512" in complaint_about(make_file(folders))
+
+
+def test_numbers_that_cannot_work_together_are_refused(folders):
+    text = complaint_about(make_file(folders, max_num_batched_tokens=16, max_num_seqs=16))
+    assert "args.vllm.max_num_batched_tokens: 16 leaves no room for prompts" in text

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orthrus_serve.config.schema import AdmissionSpec
+from orthrus_serve.config.clients import AdmissionSpec
 from orthrus_serve.errors import RequestError
 from orthrus_serve.policy.charge import ChargeEstimator
 from orthrus_serve.policy.service_rate import Done

@@ -134,6 +134,11 @@ def test_all_mistakes_in_args_are_told_at_once():
         ),
         (
             (*ARG, "autoscaling"),
+            {"min_replicas": 0, "max_replicas": 2, "target_tokens_per_replica": 1},
+            "args.autoscaling.min_replicas: must be at least 1",
+        ),
+        (
+            (*ARG, "autoscaling"),
             {"max_replicas": 2, "target_tokens_per_replica": 0},
             "args.autoscaling.target_tokens_per_replica: must be at least 1",
         ),

@@ -245,6 +245,40 @@ def test_a_truncated_input_keeps_room_for_the_end_of_sequence_token(asked: int, 
     assert checked(CHAT, truncate_prompt_tokens=asked)["truncate_prompt_tokens"] == asked
 
 
+@pytest.mark.parametrize("path", MINIMAL)
+def test_null_counts_as_absent(path: str) -> None:
+    fields = (
+        "encoding_format",
+        "dimensions",
+        "user",
+        "n",
+        "truncate_prompt_tokens",
+        "stop",
+        "tools",
+        "embed_dtype",
+        "x",
+    )
+    assert checked(path, **dict.fromkeys(fields)) == MINIMAL[path]
+    assert checked(COMPLETE, max_tokens=None)["max_tokens"] is None  # not vLLM's 16, but all that fits
+
+
+def test_an_adapter_that_does_not_normalise_says_so_unless_the_request_does() -> None:
+    raw = replace(SERVED, adapters={"orthrus-embed": ServedAdapter(576, normalizes=False)})
+    assert checked(EMBED, raw)["use_activation"] is False
+    assert checked(EMBED, raw, use_activation=None)["use_activation"] is False
+    assert checked(EMBED, raw, use_activation=True)["use_activation"] is True
+    assert "use_activation" not in checked(EMBED)
+
+
+def test_a_truncated_input_may_be_longer_than_the_longest_and_keeps_its_beginning() -> None:
+    assert checked(EMBED, truncate_prompt_tokens=10, input=[5] * 1000)["truncation_side"] == "right"
+    assert checked(EMBED, truncate_prompt_tokens=10, truncation_side="left")["truncation_side"] == "left"
+    assert "truncation_side" not in checked(EMBED)
+    sent = checked(COMPLETE, truncate_prompt_tokens=10, prompt=[5] * 1000)
+    assert len(sent["prompt"]) == 1000
+    assert "truncation_side" not in sent  # of a prompt, the end matters: as in vLLM
+
+
 @pytest.mark.parametrize(("asked", "cut"), [(64, 64), (128, 128), (576, None), (None, None)])
 def test_dimensions_leave_the_body_and_are_handed_on(asked: int | None, cut: int | None) -> None:
     raw = json.dumps({**MINIMAL[EMBED], "dimensions": asked}).encode()
