@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from orthrus_serve import __version__
 from orthrus_serve.errors import OrthrusError
@@ -18,7 +19,7 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, or 2 when the input was refused."""
+    """Run one verb and return the exit code: 0, or 2 when the input was refused; `verify` has 1 for a deviation."""
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_rest:
@@ -106,6 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
     demo.set_defaults(run=_demo, takes_rest=False)
 
+    _add_verify(verbs)
+
     versions = verbs.add_parser("version", help="print the versions of Orthrus, vLLM, Ray and torch")
     versions.set_defaults(run=_version, takes_rest=False)
     return parser
@@ -117,6 +120,32 @@ def _add_top(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
     top.add_argument("--once", action="store_true", help="print one plain table and end")
     top.set_defaults(run=_top, takes_rest=False)
+
+
+def _add_verify(verbs: Any) -> None:
+    verify = verbs.add_parser(
+        "verify", help="hold a running server against Transformers and peft; exit code 1 when it deviates"
+    )
+    verify.add_argument("url", metavar="URL", help="where the application answers")
+    verify.add_argument("--config", metavar="FILE", help="Serve file that the server was started with")
+    verify.add_argument("--model", metavar="[NAME=]PATH", help="in place of --config: the generator")
+    verify.add_argument(
+        "--adapter",
+        metavar="[NAME=]PATH",
+        action="append",
+        help="with --model: an adapter that embeds by its last token",
+    )
+    verify.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], help="what the server computes in (what the file says)"
+    )
+    verify.add_argument("--tolerance", type=float, help="most that a cosine may lack of 1")
+    verify.add_argument("--logit-tolerance", type=float, help="how far below the likeliest logit a near tie may be")
+    verify.add_argument("--max-tokens", type=int, help="ask nothing longer, though the server takes it")
+    verify.add_argument("--device", default="cpu", help="where the reference computes (cpu)")
+    verify.add_argument("--seed", type=int, default=1, help="of the prompts (1)")
+    verify.add_argument("--api-key-file", metavar="FILE", help="file with the key to send")
+    verify.add_argument("--json", metavar="FILE", help="also write the table there")
+    verify.set_defaults(run=_verify, takes_rest=False)
 
 
 def _check(args: argparse.Namespace, _rest: list[str]) -> int:
@@ -217,6 +246,12 @@ def _demo(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops import demo
 
     return demo.main(base_url=args.base_url)
+
+
+def _verify(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.verify.run import main as verify_main
+
+    return verify_main(args, print)
 
 
 def _version(_args: argparse.Namespace, _rest: list[str]) -> int:

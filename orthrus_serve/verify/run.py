@@ -1,0 +1,175 @@
+"""`orthrus-serve verify`: asks a running server, holds its answers against the reference, prints a table and a verdict.
+
+Guards: a server that does not serve the names of the configuration is not verified at all. Leaves out starting servers.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from orthrus_serve.config.load import parse_args, read_serve_file
+from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.reference.decoder import ReferenceDecoder
+from orthrus_serve.verify.cases import Ask
+from orthrus_serve.verify.client import Answer, Client, NotVerifiableError
+from orthrus_serve.verify.compare import TOLERANCES, Tolerance
+from orthrus_serve.verify.judge import Judge
+from orthrus_serve.verify.plan import Prompts, Server, plan
+from orthrus_serve.verify.report import Row, make_row, table, verdict
+
+EXIT_EQUAL, EXIT_DEVIATES = 0, 1
+# Where the configuration does not say it: vLLM's own default on most devices, and large enough to chunk nothing that is short.
+DEFAULT_TOKEN_BUDGET = 2048
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """One verification. `max_tokens` bounds the inputs where the context is longer than there is patience for."""
+
+    url: str
+    args: AppArgs
+    tolerance: Tolerance
+    device: str = "cpu"
+    seed: int = 1
+    max_tokens: int | None = None
+    api_key: str | None = None
+
+
+def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Runs with the command line's options; returns 0, or 1 for a deviation.
+
+    Raises:
+        ConfigError: the options, or the file that they name, are wrong.
+        NotVerifiableError: the server cannot be asked, or serves other names.
+    """
+    settings = settings_of(options)
+    rows = verify(settings, say)
+    say("\n".join([*table(rows), "", verdict(rows, settings.tolerance)]))
+    if options.json is not None:
+        report = {"url": settings.url, "tolerance": asdict(settings.tolerance), "rows": [asdict(row) for row in rows]}
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return EXIT_DEVIATES if any(row.problem is not None for row in rows) else EXIT_EQUAL
+
+
+def settings_of(options: argparse.Namespace) -> VerifySettings:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: what cannot be.
+    """
+    args = _app_args(options)
+    dtype = options.dtype or _dtype_of(args)
+    tolerance = TOLERANCES[dtype]
+    if options.tolerance is not None:
+        tolerance = replace(tolerance, cosine=options.tolerance)
+    if options.logit_tolerance is not None:
+        tolerance = replace(tolerance, logit=options.logit_tolerance)
+    key = None
+    if options.api_key_file is not None:
+        try:
+            key = Path(options.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"--api-key-file: {options.api_key_file}: {error.strerror}") from error
+    return VerifySettings(options.url, args, tolerance, options.device, options.seed, options.max_tokens, key)
+
+
+def verify(settings: VerifySettings, say: Callable[[str], None]) -> list[Row]:
+    """Asks everything, then computes what the answers should have been. One row for each case and name.
+
+    Raises:
+        NotVerifiableError: the server cannot be asked, or serves other names.
+    """
+    return asyncio.run(_verify(settings, say))
+
+
+async def _verify(settings: VerifySettings, say: Callable[[str], None]) -> list[Row]:
+    client = Client(settings.url, settings.api_key)
+    try:
+        server, prompts = await _prepare(client, settings)
+        stages = plan(server, prompts)
+        say(f"asking {settings.url} {sum(len(stage) for stage in stages)} requests")
+        answered: list[tuple[Ask, Answer]] = []
+        for stage in stages:
+            answers = await asyncio.gather(*(client.ask(ask) for ask in stage))
+            answered += zip(stage, answers, strict=True)
+    finally:
+        await client.close()
+    say("computing the reference")
+    specs = {**settings.args.adapters, **settings.args.generate_adapters}
+    folders = {name: spec.path for name, spec in specs.items()}
+    reference = ReferenceDecoder.load(settings.args.model.path, folders, device=settings.device)
+    judge = Judge(reference, settings.args.adapters, settings.tolerance)
+    return rows_of(judge, answered)
+
+
+def rows_of(judge: Judge, answered: Sequence[tuple[Ask, Answer]]) -> list[Row]:
+    """One row for each case and name, in the order in which they were asked first."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for ask, answer in answered:
+        found.setdefault((ask.case, ask.model), []).extend(judge.judge(ask, answer))
+    return [make_row(case, model, findings) for (case, model), findings in found.items()]
+
+
+async def _prepare(client: Client, settings: VerifySettings) -> tuple[Server, Prompts]:
+    args = settings.args
+    served = await client.models()
+    wanted = [args.model.name, *args.adapters, *args.generate_adapters]
+    missing = [name for name in wanted if name not in served]
+    if missing:
+        raise NotVerifiableError(f"{settings.url} serves {', '.join(served)}, and not {', '.join(missing)}")
+    max_model_len = served[args.model.name] or args.vllm.get("max_model_len")
+    if not isinstance(max_model_len, int):
+        raise NotVerifiableError(f"{settings.url} does not tell its max_model_len; put it into the file's vllm section")
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model.path)
+    budget = args.vllm.get("max_num_batched_tokens", DEFAULT_TOKEN_BUDGET)
+    server = Server(args, max_model_len, budget, tokenizer.eos_token_id, settings.max_tokens)
+    prompts = Prompts(_words(tokenizer), tokenizer.decode, lambda text: tokenizer(text).input_ids, settings.seed)
+    return server, prompts
+
+
+def _words(tokenizer: Any) -> list[int]:
+    """Tokens that are plain words or parts of them: any row of them is text that the tokenizer can read."""
+    special = set(tokenizer.all_special_ids)
+    candidates = [token for token in range(len(tokenizer)) if token not in special]
+    texts = tokenizer.batch_decode([[token] for token in candidates])
+    return [token for token, text in zip(candidates, texts, strict=True) if text.strip().isalnum() and text.isascii()]
+
+
+def _dtype_of(args: AppArgs) -> str:
+    dtype = args.vllm.get("dtype", "auto")
+    if dtype == "auto":
+        config: Any = AutoConfig.from_pretrained(args.model.path)
+        dtype = str(getattr(config, "dtype", None) or "float16").removeprefix("torch.")
+        dtype = "float16" if dtype == "float32" else dtype  # vLLM's own rule
+    known = {"half": "float16", "float": "float32", **{name: name for name in TOLERANCES}}
+    if dtype not in known:
+        raise ConfigError(f"--dtype: say what the server computes in: one of {', '.join(TOLERANCES)}")
+    return known[dtype]
+
+
+def _app_args(options: argparse.Namespace) -> AppArgs:
+    if options.config is not None:
+        if options.model or options.adapter:
+            raise ConfigError("--config: names the model and the adapters; leave --model and --adapter out")
+        return read_serve_file(options.config).applications[0].args
+    if not options.model or not options.adapter:
+        raise ConfigError("verify: name what the server serves, by --config FILE or by --model and --adapter")
+    name, path = _named(options.model, "orthrus")
+    adapters = dict(_named(adapter, "orthrus-embed") for adapter in options.adapter)
+    return parse_args({
+        "topology": "orthrus",
+        "model": {"name": name, "path": path},
+        "adapters": {name: {"path": path} for name, path in adapters.items()},
+    })  # fmt: skip
+
+
+def _named(text: str, default: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    return (name, path) if equals else (default, text)
