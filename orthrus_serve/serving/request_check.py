@@ -54,10 +54,10 @@ def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
     for field in NOT_OFFERED:
         if fields.get(field) not in (None, False):
             raise refuse(field, f"{field} is not offered by this server.")
+    _check_extras(fields.get("vllm_xargs"))
     for field in CLOSED:
         if fields.get(field) is not None and field not in served.open_fields:
             raise refuse(field, f"{field} is not offered by this server (limits.open_fields).")
-    _check_extras(fields.get("vllm_xargs"))
     name = _model_name(fields, served)
     dimensions = None
     if path == "/v1/embeddings":
