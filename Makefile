@@ -74,7 +74,7 @@ manifests: setup ## Make deploy/kuberay/ anew from configs/
 	@$(ORTHRUS) manifests configs/dedicated.yaml --gpus 4 --out deploy/kuberay $(FETCH)
 
 model: setup ## Fetch the demo model, its adapter and its corpus (skips what is there)
-	@$(ORTHRUS) model fetch
+	@$(ORTHRUS) model fetch $(if $(findstring separate_models,$(CONFIG)),--with-embedder)
 
 setup: $(VENV)/.done ## Install the locked CPU list into .venv (skipped when done)
 

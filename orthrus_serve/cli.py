@@ -60,6 +60,29 @@ def make_parser() -> argparse.ArgumentParser:
     vllm_args.add_argument("file", help="Serve file, such as configs/cpu.yaml")
     vllm_args.set_defaults(run=_vllm_args, takes_rest=False)
 
+    _add_live(verbs)
+    _add_top(verbs)
+
+    model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
+    model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
+    fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
+    fetch.set_defaults(run=_model_fetch, takes_rest=True)
+    train = model_verbs.add_parser("train", add_help=False, help="train the demo adapter")
+    train.set_defaults(run=_model_train, takes_rest=True)
+
+    demo = verbs.add_parser("demo", help="answer a question in several hops against a running server")
+    demo.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
+    demo.set_defaults(run=_demo, takes_rest=False)
+
+    _add_verify(verbs)
+
+    versions = verbs.add_parser("version", help="print the versions of Orthrus, vLLM, Ray and torch")
+    versions.set_defaults(run=_version, takes_rest=False)
+    return parser
+
+
+def _add_live(verbs: Any) -> None:
+    """Verbs that change, or compare, what runs."""
     switch = verbs.add_parser("switch", help="change the topology of the running application, without a restart")
     switch.add_argument("topology", help="orthrus, hetero_fcfs, unified_homo, dedicated or disagg_pd")
     switch.add_argument(
@@ -94,27 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
     weights.add_argument("--base-url", help="where the application answers (what Serve says of itself)")
     weights.set_defaults(run=_ab_weights, takes_rest=False)
 
-    _add_top(verbs)
 
-    model = verbs.add_parser("model", help="the demo model: fetch it, or train its embedding adapter again")
-    model_verbs = model.add_subparsers(title="verbs", metavar="VERB", required=True)
-    fetch = model_verbs.add_parser("fetch", add_help=False, help="build the demo model and put its adapter beside it")
-    fetch.set_defaults(run=_model_fetch, takes_rest=True)
-    train = model_verbs.add_parser("train", add_help=False, help="train the demo adapter")
-    train.set_defaults(run=_model_train, takes_rest=True)
-
-    demo = verbs.add_parser("demo", help="answer a question in several hops against a running server")
-    demo.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
-    demo.set_defaults(run=_demo, takes_rest=False)
-
-    _add_verify(verbs)
-
-    versions = verbs.add_parser("version", help="print the versions of Orthrus, vLLM, Ray and torch")
-    versions.set_defaults(run=_version, takes_rest=False)
-    return parser
-
-
-def _add_top(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_top(verbs: Any) -> None:
     top = verbs.add_parser("top", help="watch what every replica does, by kind: queue, batch, tokens a second, TPOT")
     top.add_argument("--base-url", default=DEFAULT_BASE_URL, help=f"where the server answers ({DEFAULT_BASE_URL})")
     top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")

@@ -4,11 +4,13 @@ from typing import Literal, NewType
 
 RequestKind = Literal["generate", "embed"]
 PolicyName = Literal["orthrus", "hetero_fcfs", "unified_homo"]
-TopologyName = Literal["orthrus", "hetero_fcfs", "unified_homo", "dedicated", "disagg_pd"]
+TopologyName = Literal["orthrus", "hetero_fcfs", "unified_homo", "dedicated", "disagg_pd", "separate_models"]
 RouterRule = Literal["least_remaining_tokens", "power_of_two", "round_robin", "in_flight_tokens"]
 KvConnectorName = Literal["nixl"]
 # A generation that two replicas share: one computes the prompt, one the answer.
 Half = Literal["prefill", "decode"]
+# How two engines on one card share it.
+CardShare = Literal["remaining", "static", "whole"]
 PoolingKind = Literal["last", "mean", "weighted_mean", "cls", "all"]
 Activation = Literal["none", "tanh", "gelu", "relu"]
 Reduction = Literal["mean", "max", "last"]

@@ -6,6 +6,7 @@ refuses an adapter that binds nowhere) and values that vLLM judges with the mode
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -53,13 +54,14 @@ def check_serve_file(file: ServeFile) -> Checked:
 
 def _summary(args: AppArgs) -> str:
     arms = " against ".join(f"{name} ({arm.topology})" for name, arm in args.arms.items())
-    embeds = f"{', '.join(args.adapters)} embed{'s' * (len(args.adapters) == 1)}"
+    names = [*([args.embedder.name] if args.embedder is not None else []), *args.adapters]
+    embeds = f"{', '.join(names)} embed{'s' * (len(names) == 1)}"
     return f"{arms or args.topology}, {args.model.name} generates, {embeds}"
 
 
 def _problems(application: Application, known: frozenset[str] | None) -> list[str]:
     args, path = application.args, (*application.path, "args")
-    problems = _model_problems(args, join((*path, "model", "path")))
+    problems = _model_problems(args.model.path, args.vllm, "model fetch", join((*path, "model", "path")))
     model = _read_json(Path(args.model.path) / "config.json")
     hidden_size = model.get("hidden_size")
     for name, spec in args.generate_adapters.items():
@@ -73,6 +75,11 @@ def _problems(application: Application, known: frozenset[str] | None) -> list[st
         if too_long:
             where = join((*path, "adapters", name, "dimensions"))
             problems.append(f"{where}: {too_long[0]} is above the model's hidden size, {hidden_size}")
+    sections = {"vllm": args.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in args.arms.items()}}
+    if args.embedder is not None:
+        sections["embedder.vllm"] = args.embedder.vllm
+        where = join((*path, "embedder", "path"))
+        problems += _model_problems(args.embedder.path, args.embedder.vllm, "model fetch --with-embedder", where)
     for name, arm in args.by_arm.items():
         where = join((*path, *(("arms", name) if name else ()), "vllm"))
         problems += resource_problems(arm.vllm, model, where)
@@ -83,7 +90,6 @@ def _problems(application: Application, known: frozenset[str] | None) -> list[st
             problems.append(f"{join(path)}.{error}")
     if known is not None:
         problems += _connector_problems(args, join((*path, "kv_connector")))
-        sections = {"vllm": args.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in args.arms.items()}}
         for key, section in sections.items():
             try:
                 check_vllm_keys(section, known, join((*path, key)))
@@ -99,14 +105,14 @@ def _connector_problems(args: AppArgs, where: str) -> list[str]:
     return [f"{where}: the package {args.kv_connector} is not installed; see docs/topologies.md"]
 
 
-def _model_problems(args: AppArgs, where: str) -> list[str]:
-    folder = Path(args.model.path)
+def _model_problems(path: str, vllm: Mapping[str, Any], fetch: str, where: str) -> list[str]:
+    folder = Path(path)
     if not folder.is_dir():
-        demo = "; `orthrus-serve model fetch` makes the demo model" if "orthrus_serve" in folder.parts else ""
+        demo = f"; `orthrus-serve {fetch}` makes the demo model" if "orthrus_serve" in folder.parts else ""
         return [f"{where}: {folder} is not a folder{demo}"]
     if not _read_json(folder / "config.json"):
         return [f"{where}: {folder} has no readable config.json, so it is not a model folder"]
-    if any(key in args.vllm for key in ELSEWHERE):
+    if any(key in vllm for key in ELSEWHERE):
         return []
     problems: list[str] = []
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):

@@ -17,11 +17,13 @@ def replica_environment(args: AppArgs) -> dict[str, str]:
     only_on_cpu = {} if on_cuda else {"TORCHDYNAMO_DISABLE": "1"}
     # vLLM's own default is another protocol on another port.
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "orthrus-engine"}
+    # V2 is the runner that vLLM keeps; on CPU it exists through Triton's interpreter only. Stock engines on CUDA get what vLLM
+    # takes for their model.
+    runner = {} if on_cuda and args.embedder is not None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if on_cuda else "0"}
     return {
         **only_on_cpu,
         **(protocol if args.tracing is not None else {}),
-        # V2 is the runner that vLLM keeps; on CPU it exists through Triton's interpreter only.
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if on_cuda else "0",
+        **runner,
         # Models are folders; nothing is fetched behind the operator's back, and nothing is reported.
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from orthrus_serve.config.arms import arm_problems, filled_in, live_problems, routing_of
 from orthrus_serve.config.complaint import KeyPath, did_you_mean, join, sentences, type_of, unknown_key
+from orthrus_serve.config.embedder import card_memory_problems, switch_problem
 from orthrus_serve.config.placement import placement_problems
 from orthrus_serve.config.roles import ROLES
 from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, LiveSpec
@@ -24,6 +25,7 @@ from orthrus_serve.config.section import Section
 from orthrus_serve.config.serve_keys import SERVE_FILE, Keys
 from orthrus_serve.config.vllm_keys import refused_vllm_keys
 from orthrus_serve.errors import ConfigError
+from orthrus_serve.types import TopologyName
 
 IMPORT_PATH = "orthrus_serve.app:build"
 FRONT, ENGINE = "Front", "Engine"  # names of deployments
@@ -124,10 +126,17 @@ def parse_args(args: Mapping[str, Any], prefix: KeyPath = ()) -> AppArgs:
         raise ConfigError("\n".join(sentences(error, AppArgs, prefix))) from error
     _refuse(arm_problems(parsed, prefix))
     sections = {"vllm": parsed.vllm, **{f"arms.{name}.vllm": arm.vllm for name, arm in parsed.arms.items()}}
+    if parsed.embedder is not None:
+        sections["embedder.vllm"] = parsed.embedder.vllm
     _refuse([line for key, section in sections.items() for line in refused_vllm_keys(section, join((*prefix, key)))])
     vllms = [arm.vllm for arm in parsed.by_arm.values()]
     below = f"{join(prefix)}." if prefix else ""
-    problems = [line for vllm in vllms for line in placement_problems(parsed.num_gpus_per_replica, vllm, below)]
+    gpus = parsed.num_gpus_per_replica
+    problems = [line for vllm in vllms for line in placement_problems(gpus, vllm, below)]
+    for arm in parsed.by_arm.values():
+        if arm.embedder is not None:
+            problems += placement_problems(gpus, arm.embedder.vllm, f"{below}embedder.")
+            problems += card_memory_problems(gpus, arm.vllm, arm.embedder.vllm, below)
     _refuse(list(dict.fromkeys(problems)))
     return parsed
 
@@ -267,6 +276,13 @@ def _application(entry: Any, index: int) -> Application | None:
     _refuse(live_problems(args, front, where))
     if front.topology in ROLES and args.num_replicas < 2:
         raise ConfigError(f"{join(where)}.topology: {front.topology} needs args.num_replicas of at least 2")
+    for arm, of_arm in args.by_arm.items():
+        wanted: dict[str, TopologyName | None] = {
+            FRONT: routing_of(front, arm).topology,
+            engine_deployment(arm): lives[arm].topology,
+        }
+        problems = {name: switch_problem(of_arm.topology, topology) for name, topology in wanted.items()}
+        _refuse([f"{join(overridden[name][1])}.topology: {why}" for name, why in problems.items() if why is not None])
     name, route = application.get("name", "default"), application.get("route_prefix", "/")
     live = lives.pop("", LiveSpec())
     return Application(name=name, route_prefix=route, args=args, live=live, path=path, front=front, arm_live=lives)

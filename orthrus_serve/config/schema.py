@@ -9,11 +9,14 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from orthrus_serve.config.clients import AdmissionSpec, ApiKeysSpec
+from orthrus_serve.config.embedder import TOPOLOGY as SEPARATE
+from orthrus_serve.config.embedder import EmbedderSpec, embedder_problem, name_problem
 from orthrus_serve.config.roles import ROLES, PrefillSplitSpec, RoutingSpec, SplitSpec, connector_problem
 from orthrus_serve.config.section import Section, expand
 from orthrus_serve.config.telemetry_keys import LogSpec, TracingSpec
 from orthrus_serve.types import (
     Activation,
+    CardShare,
     ClosedField,
     KvConnectorName,
     PolicyName,
@@ -111,6 +114,7 @@ class EngineSpec(Section):
     every step be as large as vLLM's `max_num_batched_tokens`.
     `step_log` names a file to which each step's composition is appended as a JSON line; None writes none. `peak_tflops` is
     what one device can do at most, for its utilisation; None takes it from a table of devices (`telemetry/device_peaks.py`).
+    `card_share` is how two engines share a card (`separate_models` only; None: `remaining`), see `policy/card_share.py`.
     """
 
     min_share: float = Field(default=0.125, ge=0.0, le=0.5)
@@ -118,6 +122,7 @@ class EngineSpec(Section):
     target_tpot_ms: float | None = Field(default=None, gt=0)
     step_log: str | None = None
     peak_tflops: float | None = Field(default=None, gt=0)
+    card_share: CardShare | None = None
 
 
 class LimitSpec(Section):
@@ -208,6 +213,7 @@ class LiveSpec(Section):
     max_wait_steps: int | None = Field(default=None, ge=1)
     target_tpot_ms: float | None = Field(default=None, gt=0)
     step_tokens: int | None = Field(default=None, ge=1)
+    card_share: CardShare | None = None
 
 
 class ArmSpec(Section):
@@ -239,7 +245,8 @@ class AppArgs(Section):
 
     topology: TopologyName
     model: ModelSpec
-    adapters: dict[str, AdapterSpec]
+    adapters: dict[str, AdapterSpec] = Field(default_factory=dict)
+    embedder: EmbedderSpec | None = None
     generate_adapters: dict[str, GenerateAdapterSpec] = Field(default_factory=dict)
     num_replicas: int = Field(default=1, ge=1)
     num_gpus_per_replica: float = Field(default=1.0, ge=0)
@@ -264,23 +271,19 @@ class AppArgs(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.adapters:
-            raise ValueError("adapters: name at least one embedding adapter")
-        names = [self.model.name, *self.adapters, *self.generate_adapters]
-        if "" in names:
-            raise ValueError("adapters: an adapter needs a name")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"adapters: {twice[0]!r} names two things; the generator and all adapters need names of their own"
-            )
+        embedder = [] if self.embedder is None else [self.embedder.name]
+        problem = name_problem([self.model.name, *embedder, *self.adapters, *self.generate_adapters])
+        if problem is None and not self.arms:  # each arm is checked as an application of its own
+            problem = embedder_problem(self.topology, self.embedder, self.adapters, self.engine.card_share)
+        if problem is not None:
+            raise ValueError(problem)
         if self.embed_adapter is not None and self.embed_adapter not in self.adapters:
             raise ValueError(f"embed_adapter: {self.embed_adapter!r} is not one of {sorted(self.adapters)}")
         gpus = self.num_gpus_per_replica
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"num_gpus_per_replica: above one it must be a whole number, got {gpus:g}")
         if self.arms:
-            return self  # each arm is checked as an application of its own
+            return self
         self._check_autoscaling()
         if self.topology in ROLES and self.num_replicas < 2:
             raise ValueError(
@@ -320,6 +323,8 @@ class AppArgs(Section):
         of_arm["router"] = arm.router or self.router
         of_arm["engine"] = self.engine.model_copy(update=arm.engine.model_dump(exclude_unset=True))
         of_arm["vllm"] = {**self.vllm, **arm.vllm}
+        # An arm has one thing that embeds: the embedder in its own topology, adapters in all others.
+        of_arm |= {"adapters": {}, "embed_adapter": None} if arm.topology == SEPARATE else {"embedder": None}
         kept = {key: getattr(self, key) for key in type(self).model_fields if key not in (*of_arm, "arms")}
         return AppArgs.model_validate({**kept, **of_arm})
 
@@ -341,7 +346,9 @@ class AppArgs(Section):
 
     @property
     def base_name_adapter(self) -> str | None:
-        """The adapter that answers `/v1/embeddings` under the generator's name: `embed_adapter`, or the only adapter."""
+        """What answers `/v1/embeddings` under the generator's name: the embedder, `embed_adapter`, or the only adapter."""
+        if self.embedder is not None:
+            return self.embedder.name
         if self.embed_adapter is not None:
             return self.embed_adapter
         return next(iter(self.adapters)) if len(self.adapters) == 1 else None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from orthrus_serve.engine.card import CardPartner
 from orthrus_serve.engine.kv_handover import is_to_fetch
 from orthrus_serve.engine.lane_queue import LaneQueue, lane_of
 from orthrus_serve.engine.orphan_watch import end_with_owner
@@ -50,18 +51,22 @@ class CoreChannelMixin(_SchedulerBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         end_with_owner()
+        self.card: CardPartner | None = None
         self._watchers: list[Future[Report]] = []
         self._report_gap_s = 0.0
         self._last_report_s = 0.0
 
     def answer(self, operation: str, argument: Any) -> Any:
-        """Carries out one call of the near end: `set`, `remaining` or `watch`."""
+        """Carries out one call of the near end: `set`, `remaining`, `watch` or `join_card`."""
         if operation == "set":
             return self._set(argument)
         if operation == "watch":
             return self._watch(argument)
         if operation == "remaining":
             return self._report()
+        if operation == "join_card":
+            self.card = CardPartner(*argument)
+            return None
         raise ValueError(f"unknown channel operation {operation!r}")
 
     def facts(self) -> dict[str, Any]:
@@ -83,15 +88,21 @@ class CoreChannelMixin(_SchedulerBase):
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         if not self.has_requests():
-            self.push_report(last=True)
+            self._rest()
         return outputs
 
     @override
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
         if not self.has_requests():
-            self.push_report(last=True)
+            self._rest()
         return finished
+
+    def _rest(self) -> None:
+        """The last request is over: whoever waits for news is told, the other engine of the card too."""
+        if self.card is not None:
+            self.card.rest()
+        self.push_report(last=True)
 
     def _set(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """All or nothing: either every setting is applied from the next step on, or none."""
@@ -175,6 +186,10 @@ class EngineChannel:
     async def remaining(self) -> Report:
         """A report now. Waits for the running step: for tests and tools, not for a loop."""
         return await self._call("remaining", None)
+
+    async def join_card(self, path: str, slot: int) -> None:
+        """From the next step on the engine shares its card with another one, by this page and as this slot."""
+        await self._call("join_card", [path, slot])
 
     async def _call(self, operation: str, argument: Any) -> Any:
         # A call that is pending when the core dies is never answered, so the wait also looks at `errored`.

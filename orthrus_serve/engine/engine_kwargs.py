@@ -32,7 +32,7 @@ def engine_kwargs(args: AppArgs, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu and given.setdefault("enforce_eager", True) is not True:
         raise ConfigError("vllm.enforce_eager: must be true on CPU; grouped LoRA products are not traced")
     given.setdefault("max_loras", len(args.adapters) + len(args.generate_adapters))
-    given.setdefault("max_lora_rank", _rank_to_allow(args))
+    given.setdefault("max_lora_rank", rank_to_allow(args))
     return {
         **given,
         **kv_transfer_kwargs(args, on_cpu=on_cpu),
@@ -70,7 +70,12 @@ def front_settings(args: AppArgs) -> dict[str, Any]:
     return args.model_dump(mode="json", include=parts)
 
 
-def _rank_to_allow(args: AppArgs) -> int:
+def rank_to_allow(args: AppArgs) -> int:
+    """The least rank that vLLM can be told, of those that all adapters fit into.
+
+    Raises:
+        ConfigError, AdapterError: a rank that is too large or cannot be read.
+    """
     ranks = [_rank_of(f"adapters.{name}", spec.path) for name, spec in args.adapters.items()]
     ranks += [_rank_of(f"generate_adapters.{name}", spec.path) for name, spec in args.generate_adapters.items()]
     allowed = [rank for rank in _LORA_RANKS if rank >= max(ranks)]

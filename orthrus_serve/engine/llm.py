@@ -31,28 +31,15 @@ class EmbeddingFailedError(RuntimeError):
     """An admitted embedding request that ended without a vector (aborted by the engine, or not finite)."""
 
 
-class MixedLLM(AsyncLLM):
-    """One engine that generates and embeds. Made by `args.make_engine`."""
+class ReportingLLM(AsyncLLM):
+    """An engine with a channel to its scheduler, that tells its own ids of requests."""
 
-    adapters: Mapping[str, AdapterSpec]
     channel: EngineChannel
 
-    def configure(self, adapters: Mapping[str, AdapterSpec]) -> None:
-        """Gives the engine its embedding adapters (by served name) and its channel. Once, after construction.
-
-        Raises:
-            ConfigError: an adapter wants an end-of-sequence token and the tokenizer has none.
-        """
-        if self.eos_token_id is None and any(spec.append_eos for spec in adapters.values()):
-            raise ConfigError("adapters: append_eos is on, but the model's tokenizer has no end-of-sequence token")
-        self.adapters = dict(adapters)
+    def open_channel(self) -> None:
+        """Opens the channel. Once, after construction."""
         self.channel = EngineChannel(self)
         fix_output_processor(self)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that adapters with `append_eos` put at the end."""
-        return self.renderer.get_tokenizer().eos_token_id if self.renderer.tokenizer is not None else None
 
     @property
     def vocab_size(self) -> int:
@@ -74,6 +61,28 @@ class MixedLLM(AsyncLLM):
             for index in range(num_outputs):  # as `ParentRequest.get_child_info` names them
                 note(collector.request_id if num_outputs == 1 else f"{index}_{collector.request_id}")
         return collector
+
+
+class MixedLLM(ReportingLLM):
+    """One engine that generates and embeds. Made by `args.make_engine`."""
+
+    adapters: Mapping[str, AdapterSpec]
+
+    def configure(self, adapters: Mapping[str, AdapterSpec]) -> None:
+        """Gives the engine its embedding adapters (by served name) and its channel. Once, after construction.
+
+        Raises:
+            ConfigError: an adapter wants an end-of-sequence token and the tokenizer has none.
+        """
+        if self.eos_token_id is None and any(spec.append_eos for spec in adapters.values()):
+            raise ConfigError("adapters: append_eos is on, but the model's tokenizer has no end-of-sequence token")
+        self.adapters = dict(adapters)
+        self.open_channel()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that adapters with `append_eos` put at the end."""
+        return self.renderer.get_tokenizer().eos_token_id if self.renderer.tokenizer is not None else None
 
     @override
     async def encode(
@@ -100,7 +109,7 @@ class MixedLLM(AsyncLLM):
         pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), **_pooling(adapter, pooling_params)}
         prompt = {**prompt, "prompt_token_ids": token_ids}
         async for output in super().encode(prompt, pooling_params, request_id, lora_request=lora_request, **kwargs):
-            _require_vector(output)
+            require_vector(output)
             yield output
 
     def _checked_token_ids(self, token_ids: list[int], adapter: AdapterSpec) -> list[int]:
@@ -125,7 +134,8 @@ def _pooling(adapter: AdapterSpec, params: PoolingParams) -> dict[str, Any]:
     return {"pooling": adapter.pooling, "normalize": normalize, "dimensions": embed_dimensions.get()}
 
 
-def _require_vector(output: PoolingRequestOutput) -> None:
+def require_vector(output: PoolingRequestOutput) -> None:
+    """Raises EmbeddingFailedError when a finished embedding has no vector, or one that is not finite."""
     vector = output.outputs.data
     if output.finished and (vector.numel() == 0 or not bool(torch.isfinite(vector).all())):
         reason = "it was ended by the engine" if vector.numel() == 0 else "its vector is not finite"

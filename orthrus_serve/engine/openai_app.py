@@ -4,9 +4,11 @@ Leaves out which of its routes may be reached (the Front's allow-list) and how b
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -14,7 +16,7 @@ from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.engine.args import engine_args, prepared_adapters
-from orthrus_serve.engine.llm import MixedLLM
+from orthrus_serve.engine.llm import MixedLLM, ReportingLLM
 
 
 async def make_openai_app(engine: MixedLLM, args: AppArgs) -> Any:
@@ -23,9 +25,18 @@ async def make_openai_app(engine: MixedLLM, args: AppArgs) -> Any:
     Raises:
         AdapterError, ValueError: an adapter that cannot be loaded or whose modules do not match the model.
     """
-    paths = prepared_adapters(args)
-    front_end = FrontendArgs(lora_modules=[LoRAModulePath(name=name, path=path) for name, path in paths.items()])
-    namespace = Namespace(**(vars(front_end) | vars(engine_args(args))))
+    return await openai_app(engine, engine_args(args), prepared_adapters(args))
+
+
+async def openai_app(engine: ReportingLLM, started_with: AsyncEngineArgs, adapters: Mapping[str, str]) -> Any:
+    """The ASGI app of an engine, whatever it serves.
+
+    Args:
+        started_with: the arguments that the engine was started with.
+        adapters: served name → folder of every adapter to load.
+    """
+    front_end = FrontendArgs(lora_modules=[LoRAModulePath(name=name, path=path) for name, path in adapters.items()])
+    namespace = Namespace(**(vars(front_end) | vars(started_with)))
     tasks = await engine.get_supported_tasks()
     app = build_app(namespace, supported_tasks=tasks, model_config=engine.model_config)
     await init_app_state(engine, app.state, namespace, tasks)

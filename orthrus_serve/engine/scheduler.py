@@ -132,7 +132,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
             # Decodes first: they are reserved, and stock preemption takes its victims from the tail. The sort is stable.
             self.running.sort(key=lambda request: request.is_prefill_chunk)
         work = self._survey()
-        budget = self._step_budget(work)
+        budget = self._card_budget(work, self._step_budget(work))
         plan = self._plan(work, budget)
         if plan is not None:
             self.waiting.begin(plan)
@@ -142,6 +142,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
         finally:
             self._idle_lane = None
             self.waiting.end()
+        if self.card is not None:
+            self.card.computed(output.total_num_scheduled_tokens, is_line_empty=not self.waiting)
         self._record(output, budget, work)
         self.push_report()
         return output
@@ -157,7 +159,11 @@ class MixedSchedulerMixin(CoreChannelMixin):
             self.step_time.observe(tokens, decodes, duration_s)
             if tokens:  # a step without any only tells the worker who has finished
                 self.recorder.totals.took(duration_s, has_decodes=decodes > 0, target_s=self._target_s)
-        return super().update_from_output(scheduler_output, *args, **kwargs)
+        running = list(self.running) if self.card is not None else []
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self.card is not None:
+            self.card.learn(running)
+        return outputs
 
     # Both loops of the stock schedule() call this with the token count of each request, and take 0 for "not now".
     @override
@@ -219,6 +225,19 @@ class MixedSchedulerMixin(CoreChannelMixin):
             work.decodes,
             least_prefill=LEAST_PREFILL_TOKENS,
             max_tokens=largest,
+        )
+
+    def _card_budget(self, work: Work, budget: int) -> int:
+        """What this engine may compute of it, where another one shares the card."""
+        if self.card is None or self.live.card_share is None:
+            return budget
+        return self.card.budget(
+            self.live.card_share,
+            self.live.min_share,
+            work.decodes,
+            budget,
+            requests=self.requests.values(),
+            can_chunk=self.scheduler_config.enable_chunked_prefill,
         )
 
     def _plan(self, work: Work, budget: int) -> StepPlan | None:
@@ -323,6 +342,8 @@ class MixedSchedulerMixin(CoreChannelMixin):
                 rows[request_id] = ("decode" if start >= request.num_prompt_tokens else "prefill", start, count)
         preempted = sorted(output.preempted_req_ids or ())
         facts = {"policy": self.live.policy, "waiting": len(self.waiting), "preempted": preempted}
+        if self.card is not None:
+            facts["card"] = self.card.told
         self.recorder.record(rows, budget, work.usable_tokens, facts)
 
 

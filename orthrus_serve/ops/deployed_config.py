@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from orthrus_serve.config.arms import routing_problems
 from orthrus_serve.config.complaint import did_you_mean
+from orthrus_serve.config.embedder import switch_problem
 from orthrus_serve.config.load import FRONT, IMPORT_PATH, engine_deployment, parse_args
 from orthrus_serve.config.roles import ROLES, RoutingSpec
 from orthrus_serve.config.schema import AppArgs
@@ -112,8 +113,12 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
     """`wanted` with its roles said outright, where it has any: as asked, as `args` have them, or one to all others.
 
     Raises:
-        ConfigError: there are not two engine replicas to give roles to, or nothing moves KV between them.
+        ConfigError: there are not two engine replicas to give roles to, nothing moves KV between them, or other engines would
+            be needed.
     """
+    problem = switch_problem(deployed.args.topology, wanted.topology)
+    if problem is not None:
+        raise ConfigError(problem)
     if not PRESETS[wanted.topology].is_split:
         return wanted
     if num_engines < 2:

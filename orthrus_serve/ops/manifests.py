@@ -110,7 +110,7 @@ def on_cluster(raw: Mapping[str, Any]) -> dict[str, Any]:
     file["proxy_location"] = "EveryNode"
     file["http_options"] = {**(file.get("http_options") or {}), "host": "0.0.0.0"}
     args = _our_args(file)
-    named = [("model", args["model"])]
+    named = [(key, args[key]) for key in ("model", "embedder") if args.get(key)]
     for section in ("adapters", "generate_adapters"):
         named += [(f"{section}.{name}", spec) for name, spec in args.get(section, {}).items()]
     named += [(f"{where}.head", spec["head"]) for where, spec in named if isinstance(spec.get("head"), dict)]

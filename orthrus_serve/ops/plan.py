@@ -4,6 +4,7 @@ The topology printed is the value from which `app.py` builds.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from orthrus_serve.config.arms import weights_of
 from orthrus_serve.config.load import Application, ServeFile, engine_deployment
@@ -118,13 +119,30 @@ def _adapter_lines(args: AppArgs) -> list[str]:
         recipe += ["normalised"] if spec.normalize else []
         alias = f"; also answers /v1/embeddings for {args.model.name}" if name == args.base_name_adapter else ""
         lines.append(f"{name}: {spec.path} ({', '.join(recipe)}{alias})")
+    if args.embedder is not None:
+        pooling = f"{args.embedder.pooling} pooling" if args.embedder.pooling else "pooling as its files say"
+        alias = "" if args.arms else f"; also answers /v1/embeddings for {args.model.name}"
+        lines.append(f"{args.embedder.name}: {args.embedder.path} (a model of its own, {pooling}{alias})")
     return lines
+
+
+def _tokens(tokens: Any) -> str:
+    return "vLLM's default for this device" if tokens is None else f"{tokens} tokens"
 
 
 def _budget(application: Application, topology: Topology) -> str:
     args, live = application.args, application.live
-    tokens = live.step_tokens or args.vllm.get("max_num_batched_tokens")
-    budget = "vLLM's default for this device" if tokens is None else f"{tokens} tokens"
+    budget = _tokens(live.step_tokens or args.vllm.get("max_num_batched_tokens"))
+    if args.embedder is not None:
+        share = args.engine.min_share if live.min_share is None else live.min_share
+        rule = live.card_share or args.engine.card_share or "remaining"
+        of_embedder = _tokens(args.embedder.vllm.get("max_num_batched_tokens"))
+        told = {
+            "remaining": f"scaled by what both have left, each at least {share:g}, all of it where the other is idle",
+            "static": "half of it at all times",
+            "whole": "all of it at all times",
+        }
+        return f"generator {budget}, embedder {of_embedder}; card_share {rule}: {told[rule]}"
     if any(pool.policy == "orthrus" for pool in topology.pools):
         share = args.engine.min_share if live.min_share is None else live.min_share
         budget += f"; each kind with waiting work gets at least {share:g} of it"

@@ -35,6 +35,8 @@ def vllm_command_line(file: ServeFile) -> str:
         raise ConfigError(
             f"{file.source}: args.api_keys: vLLM checks keys itself; leave it out, and add --api-key there"
         )
+    if args.embedder is not None:
+        raise ConfigError(f"{file.source}: topology {args.topology} runs two engines on a card, and vllm serves one")
     environment = [f"{name}={value}" for name, value in replica_environment(args).items()]
     # vLLM's CPU package installs a `vllm` command that looks for the CUDA package's version and fails.
     program = ["vllm", "serve"] if args.num_gpus_per_replica else ["python", "-m", "vllm.entrypoints.openai.api_server"]

@@ -94,6 +94,8 @@ PRESETS: Mapping[TopologyName, Preset] = {
     "dedicated": _preset("hetero_fcfs", roles=("embed", "generate")),
     # Embeddings and prompts share the replicas of the first role, in order of arrival too.
     "disagg_pd": _preset("hetero_fcfs", roles=("prefill", "decode"), hands_over=True),
+    # Each of the two engines of a replica has one kind only.
+    "separate_models": _preset("hetero_fcfs"),
 }
 
 STEP_HOLDS: Mapping[PolicyName, str] = {
@@ -187,9 +189,18 @@ def describe_pools(topology: Topology) -> list[str]:
         lines.append(
             f"pool         {pool.name}: {_count(pool.num_replicas, 'replica')}, {gpus}, {_serving(pool, topology)}"
         )
-        lines.append(f"policy       {pool.policy}: a step holds {STEP_HOLDS[pool.policy]}")
+        lines.append(f"policy       {_policy(pool, topology)}")
     lines.append(f"router rule  {topology.router_rule}: {RULE_SAYS[topology.router_rule]}")
     return lines
+
+
+def _policy(pool: Pool, topology: Topology) -> str:
+    if topology.name == "separate_models":
+        return (
+            f"{pool.policy}: two engines on each card, each in order of arrival; "
+            "one's step holds prefill chunks and decodes, the other's embedding inputs"
+        )
+    return f"{pool.policy}: a step holds {STEP_HOLDS[pool.policy]}"
 
 
 def _serving(pool: Pool, topology: Topology) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram, generate_latest
 from ray import serve
 
+from orthrus_serve.config.embedder import switch_problem
 from orthrus_serve.config.load import parse_live
 from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
@@ -31,7 +32,7 @@ from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
 from orthrus_serve.serving.handover import Handover, prefill_reply, staged, whole_reply
 from orthrus_serve.serving.ray_metrics import RayCopy
 from orthrus_serve.serving.request_check import check_request
-from orthrus_serve.serving.served import served_by
+from orthrus_serve.serving.served import EmbedderFacts, served_by
 from orthrus_serve.serving.status import log_start
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.serving.tunnel import (
@@ -97,7 +98,8 @@ class RunningEngine:
     """An engine that is up, its OpenAI app, and the length of each adapter's vectors.
 
     Two variables are set around the app's call: where a request's `dimensions` go, and what is told the engine's own ids of
-    the requests that the call becomes. `metrics` are what is counted beside the core's reports.
+    the requests that the call becomes. `metrics` are what is counted beside the core's reports. `embedder` has the facts of a
+    model of its own that embeds, and `more_metrics` what vLLM publishes of it.
     """
 
     engine: Engine
@@ -106,6 +108,8 @@ class RunningEngine:
     dimensions: contextvars.ContextVar[int | None]
     note_request: contextvars.ContextVar[Callable[[str], None] | None]
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    embedder: EmbedderFacts | None = None
+    more_metrics: Callable[[], bytes] = bytes
 
 
 StartEngine = Callable[[AppArgs], Awaitable[RunningEngine]]
@@ -130,10 +134,26 @@ async def start_engine(args: AppArgs) -> RunningEngine:
     def observe(kind: RequestKind, stage: Stage, duration_s: float) -> None:
         stages.labels(kind, stage).observe(duration_s)
 
-    engine = make_engine(args, stat_loggers=[partial(StageTimes, observe=observe)])
+    stage_times: list[Any] = [partial(StageTimes, observe=observe)]
+    if args.embedder is not None:
+        return await _start_separate(args, metrics, stage_times)
+    engine = make_engine(args, stat_loggers=stage_times)
     app = await make_openai_app(engine, args)
     sizes = vector_sizes(args.adapters, engine.model_config.get_hidden_size())
     return RunningEngine(engine, app, sizes, embed_dimensions, note_request, metrics)
+
+
+async def _start_separate(args: AppArgs, metrics: CollectorRegistry, stat_loggers: list[Any]) -> RunningEngine:
+    from orthrus_serve.engine.llm import embed_dimensions, note_request  # noqa: PLC0415
+    from orthrus_serve.engine.separate import start_separate  # noqa: PLC0415
+
+    assert args.embedder is not None
+    models = await start_separate(args, stat_loggers=stat_loggers)
+    facts = EmbedderFacts(models.engines.embedder.vocab_size, models.engines.embedder.max_model_len)
+    sizes = {args.embedder.name: models.vector_size}
+    return RunningEngine(
+        models.engines, models.app, sizes, embed_dimensions, note_request, metrics, facts, models.more_metrics
+    )
 
 
 class EngineReplica:
@@ -150,6 +170,7 @@ class EngineReplica:
             vocab_size=self._running.engine.vocab_size,
             max_model_len=self._running.engine.max_model_len,
             vector_sizes=self._running.vector_sizes,
+            embedder=self._running.embedder,
         )
         self._num_open = 0
         self._nothing_open = asyncio.Event()
@@ -262,6 +283,9 @@ class EngineReplica:
         try:
             live = parse_live(user_config, ("user_config",), LiveSpec)
             topology = live.topology or self._args.topology
+            problem = switch_problem(self._args.topology, topology)
+            if problem is not None:
+                raise ConfigError(problem)
             wanted = live.model_dump(exclude={"topology"}, exclude_none=True)
             wanted.setdefault("policy", PRESETS[topology].pool.policy)
             self._settings = await self._running.engine.channel.set(wanted)
@@ -303,10 +327,13 @@ class EngineReplica:
         """Ends the process when the core was stalled for too long. The core goes first: it holds the GPU, and it would stay."""
         await self._pulse.must_replace.wait()
         log.error("engine_core_stalled", replica=self._replica_id, problem=self._pulse.problem)
+        await self._end_cores()
+        os._exit(1)
+
+    async def _end_cores(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_CORE_S):
                 await asyncio.to_thread(self._running.engine.shutdown)
-        os._exit(1)
 
     async def _leave(self) -> NoReturn:
         # vLLM has failed the open requests by now; let their errors out. A replica that stayed would answer instant errors,
@@ -314,6 +341,8 @@ class EngineReplica:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._nothing_open.wait()
+        if self._running.embedder is not None:
+            await self._end_cores()  # one of two is gone; the other holds its part of the GPU
         os._exit(1)
 
     async def check_health(self) -> None:
@@ -352,6 +381,7 @@ class EngineReplica:
     async def metrics(self) -> dict[str, str]:
         """`{"replica": id, "text": Prometheus text}`: ours, and all that vLLM publishes in this process."""
         text = generate_latest(self._registry) + generate_latest(self._running.metrics) + generate_latest()
+        text += self._running.more_metrics()
         return {"replica": self._replica_id, "text": text.decode()}
 
     async def info(self) -> dict[str, Any]:

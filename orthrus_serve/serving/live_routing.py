@@ -7,6 +7,7 @@ replica whose `reconfigure` does. Leaves out the engines' policy, which changes 
 from typing import Any
 
 from orthrus_serve.config.arms import live_problems
+from orthrus_serve.config.embedder import switch_problem
 from orthrus_serve.config.load import parse_live
 from orthrus_serve.config.schema import AppArgs, FrontLiveSpec, RoutingSpec
 from orthrus_serve.errors import ConfigError
@@ -72,6 +73,9 @@ class LiveRouting:
     def planned(self, live: RoutingSpec) -> Topology:
         """What would be in force. Raises ConfigError when it cannot be."""
         wanted = self._args.routed(live)
+        problem = switch_problem(self._args.topology, wanted.topology or self._args.topology)
+        if problem is not None:
+            raise ConfigError(problem)
         return expand(
             wanted.topology or self._args.topology,
             num_replicas=self._args.num_replicas,

@@ -63,7 +63,7 @@ def check_request(path: str, body: bytes, served: Served) -> CheckedRequest:
     if path == "/v1/embeddings":
         dimensions = _check_embedding(fields, name, served)
     elif path == "/detokenize":
-        _check_detokenize(fields, served)
+        _check_detokenize(fields, served.vocab_size_of(name))
     elif path == "/tokenize":
         _check_tokenize(fields)
     else:
@@ -122,7 +122,8 @@ def _check_embedding(fields: dict[str, Any], name: str, served: Served) -> int |
     adapter = served.adapters[name]
     if "messages" in fields:
         raise refuse("messages", "messages is not offered for embeddings: put text or token ids into input.")
-    _check_inputs("input", fields.get("input"), served, _longest_to_send(fields, served.longest_input(adapter)))
+    longest = _longest_to_send(fields, served.longest_input(adapter))
+    _check_inputs("input", fields.get("input"), InputLimits(served.max_inputs, longest, served.vocab_size_of(name)))
     encoding = fields.get("encoding_format")
     if encoding is not None and encoding not in ENCODING_FORMATS:
         raise refuse("encoding_format", f'encoding_format must be "float" or "base64", got {brief(encoding)}.')
@@ -164,7 +165,16 @@ def _take_dimensions(fields: dict[str, Any], name: str, adapter: ServedAdapter) 
     raise refuse("dimensions", f"dimensions for {name!r} must be one of {allowed}, got {brief(dimensions)}.")
 
 
-def _check_inputs(field: str, value: object, served: Served, longest: int | None) -> int:
+@dataclass(frozen=True)
+class InputLimits:
+    """What a list of inputs may hold: how many, how many tokens each (None: it will be cut), ids of how many tokens."""
+
+    max_inputs: int
+    longest: int | None
+    vocab_size: int
+
+
+def _check_inputs(field: str, value: object, limits: InputLimits) -> int:
     """A text, a list of texts, a list of token ids, or a list of such lists; none of them empty. Returns how many inputs."""
     if value is None:
         raise refuse(field, f"{field} is required: a text, a list of texts, or token ids.")
@@ -176,16 +186,16 @@ def _check_inputs(field: str, value: object, served: Served, longest: int | None
     if not value:
         raise refuse(field, f"{field} must not be an empty list.")
     if is_int(value[0]):
-        _check_input_ids(field, value, served.vocab_size, longest)
+        _check_input_ids(field, value, limits.vocab_size, limits.longest)
         return 1
-    field_rules.check_max_items(field, value, served.max_inputs, "inputs")
+    field_rules.check_max_items(field, value, limits.max_inputs, "inputs")
     is_text = isinstance(value[0], str)
     for index, entry in enumerate(value):
         where = f"{field}[{index}]"
         if is_text and isinstance(entry, str):
             _check_input_text(where, entry)
         elif not is_text and isinstance(entry, list):
-            _check_input_ids(where, entry, served.vocab_size, longest)
+            _check_input_ids(where, entry, limits.vocab_size, limits.longest)
         else:
             wanted = "a text" if is_text else "a text or a list of token ids"
             raise refuse(where, f"{where} must be {wanted}, got {brief(entry)}.")
@@ -224,8 +234,8 @@ def _check_generation(fields: Mapping[str, Any], name: str, served: Served, *, i
     if is_chat:
         _check_messages(fields.get("messages"), served.max_inputs)
     else:
-        longest = _longest_to_send(fields, served.longest_prompt)
-        num_prompts = _check_inputs("prompt", fields.get("prompt"), served, longest)
+        limits = InputLimits(served.max_inputs, _longest_to_send(fields, served.longest_prompt), served.vocab_size)
+        num_prompts = _check_inputs("prompt", fields.get("prompt"), limits)
     field_rules.check_sampling(fields, served, is_chat=is_chat)
     num_outputs = num_prompts * (fields.get("n") or 1)
     if num_outputs > served.max_inputs:
@@ -268,8 +278,8 @@ def _check_tokenize(fields: Mapping[str, Any]) -> None:
     field_rules.check_text("prompt", prompt)
 
 
-def _check_detokenize(fields: Mapping[str, Any], served: Served) -> None:
+def _check_detokenize(fields: Mapping[str, Any], vocab_size: int) -> None:
     tokens = fields.get("tokens")
     if not isinstance(tokens, list):
         raise refuse("tokens", f"tokens must be a list of token ids, got {brief(tokens)}.")
-    field_rules.check_token_ids("tokens", tokens, served.vocab_size)
+    field_rules.check_token_ids("tokens", tokens, vocab_size)

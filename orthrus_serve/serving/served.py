@@ -17,6 +17,7 @@ class ServedAdapter:
         appends_eos: whether the engine appends the end-of-sequence token, which counts as one of an input's tokens.
         max_input_tokens: most tokens of an input where that is less than the model's, else None.
         normalizes: whether vectors have length 1 where a request does not say.
+        vocab_size: of a model of its own that embeds, with a vocabulary of its own; None for an adapter.
     """
 
     size: int
@@ -24,6 +25,15 @@ class ServedAdapter:
     appends_eos: bool = True
     max_input_tokens: int | None = None
     normalizes: bool = True
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class EmbedderFacts:
+    """Of a model of its own that embeds: how many tokens it knows, and how many an input may have."""
+
+    vocab_size: int
+    max_model_len: int
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,27 @@ class Served:
 
     def longest_input(self, adapter: ServedAdapter) -> int:
         """Most tokens of one input of that adapter, the end-of-sequence token included."""
+        if adapter.vocab_size is not None and adapter.max_input_tokens is not None:
+            return adapter.max_input_tokens  # another model: the generator's context says nothing about it
         return min(self.longest_prompt, adapter.max_input_tokens or self.longest_prompt)
+
+    def vocab_size_of(self, name: str) -> int:
+        """How many tokens the model knows that answers under that name."""
+        adapter = self.adapters.get(name)
+        return self.vocab_size if adapter is None or adapter.vocab_size is None else adapter.vocab_size
 
 
 def served_by(
-    args: AppArgs, *, base_name: str, vocab_size: int, max_model_len: int, vector_sizes: Mapping[str, int]
+    args: AppArgs,
+    *,
+    base_name: str,
+    vocab_size: int,
+    max_model_len: int,
+    vector_sizes: Mapping[str, int],
+    embedder: EmbedderFacts | None = None,
 ) -> Served:
     """What an engine with this configuration serves; `vector_sizes` has the full length of each embedding adapter's vectors.
+    `embedder` goes with `args.embedder`, which then is the only thing that embeds.
 
     Raises:
         ConfigError: an adapter lists `dimensions` longer than its vectors.
@@ -81,16 +105,7 @@ def served_by(
     return Served(
         base_name=base_name,
         generators=frozenset(args.generate_adapters),
-        adapters={
-            name: ServedAdapter(
-                size=vector_sizes[name],
-                dimensions=spec.dimensions,
-                appends_eos=spec.append_eos,
-                max_input_tokens=spec.head.max_input_tokens if spec.head is not None else None,
-                normalizes=spec.normalize,
-            )
-            for name, spec in args.adapters.items()
-        },
+        adapters=_embedding(args, vector_sizes, embedder),
         base_name_adapter=args.base_name_adapter,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
@@ -99,6 +114,31 @@ def served_by(
         max_logprobs=args.limits.max_logprobs,
         open_fields=frozenset(args.limits.open_fields),
     )
+
+
+def _embedding(
+    args: AppArgs, vector_sizes: Mapping[str, int], embedder: EmbedderFacts | None
+) -> dict[str, ServedAdapter]:
+    if args.embedder is not None and embedder is not None:
+        spec = args.embedder
+        model = ServedAdapter(
+            size=vector_sizes[spec.name],
+            dimensions=spec.dimensions,
+            appends_eos=False,
+            max_input_tokens=embedder.max_model_len,
+            vocab_size=embedder.vocab_size,
+        )
+        return {spec.name: model}
+    return {
+        name: ServedAdapter(
+            size=vector_sizes[name],
+            dimensions=spec.dimensions,
+            appends_eos=spec.append_eos,
+            max_input_tokens=spec.head.max_input_tokens if spec.head is not None else None,
+            normalizes=spec.normalize,
+        )
+        for name, spec in args.adapters.items()
+    }
 
 
 def refuse(field: str | None, message: str, *, code: str | None = None) -> RequestError:

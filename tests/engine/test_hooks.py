@@ -71,7 +71,7 @@ def test_what_is_gone_or_changed_is_a_sentence(fake: ModuleType, hook: Hook | Us
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("table", ["SCHEDULER_HOOKS", "ENGINE_HOOKS", "CPU_HOOKS", "RUNNER_HOOKS"])
+@pytest.mark.parametrize("table", ["SCHEDULER_HOOKS", "ENGINE_HOOKS", "CPU_HOOKS", "RUNNER_HOOKS", "EMBEDDER_HOOKS"])
 def test_the_installed_vllm_has_all_of_them(table: str) -> None:
     """Those of CUDA are checked by the suite of the V2 runner and on a GPU."""
     verify_hooks(getattr(vllm_compat, table))

@@ -51,10 +51,24 @@ BESIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("base", "prefix"), [("orthrus.yaml", ""), ("cpu.yaml", "cpu-")])
 def test_twins_differ_in_the_topology_only(base, prefix):
     for topology in TOPOLOGIES[1:]:
+        if topology == "separate_models":
+            continue  # other models, and two engines
         name = f"{prefix}{topology}.yaml"
         twin, expected = raw(name), raw(base)
         expected["applications"][0]["args"] |= {"topology": topology, **BESIDE.get(name, {})}
         assert twin == expected
+
+
+@pytest.mark.parametrize("name", ["separate_models.yaml", "cpu-separate_models.yaml"])
+def test_two_engines_fit_on_their_card_and_an_input_fits_into_a_step(name):
+    (application,) = read_serve_file(CONFIGS / name).applications
+    args = application.args
+    assert args.embedder is not None
+    # The longest input of both embedders is at most 512 tokens.
+    assert args.embedder.vllm["max_num_batched_tokens"] >= 512
+    if not name.startswith("cpu"):
+        shares = [section["gpu_memory_utilization"] for section in (args.vllm, args.embedder.vllm)]
+        assert sum(shares) <= 0.95
 
 
 def test_cuda_graphs_cover_the_mixed_step():

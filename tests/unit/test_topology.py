@@ -16,7 +16,8 @@ def test_every_topology_has_a_preset_and_a_description(name):
     topology = expand(name, num_replicas=4)
     text = "\n".join(describe(topology))
     assert name in text
-    assert STEP_HOLDS[topology.pools[0].policy] in text
+    holds = "two engines on each card" if name == "separate_models" else STEP_HOLDS[topology.pools[0].policy]
+    assert holds in text
     assert RULE_SAYS[topology.router_rule] in text
 
 
@@ -24,13 +25,14 @@ def test_every_rule_is_described():
     assert set(RULE_SAYS) == set(typing.get_args(RouterRule))
 
 
-def test_topologies_that_are_switched_live_differ_in_policy_and_roles_only():
+def test_topologies_differ_in_policy_and_roles_only_as_far_as_the_router_sees_them():
     pools = {name: expand(name, num_replicas=4).pools for name in PRESETS}
     mixed = typing.get_args(PolicyName)
     assert {name: pool.policy for name, (pool,) in pools.items()} == {
         **{name: name for name in mixed},
         "dedicated": "hetero_fcfs",
         "disagg_pd": "hetero_fcfs",
+        "separate_models": "hetero_fcfs",
     }
     assert len({(pool.name, pool.num_replicas, pool.kinds) for (pool,) in pools.values()}) == 1
     assert len({expand(name, num_replicas=4).router_rule for name in PRESETS}) == 1
