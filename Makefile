@@ -38,7 +38,7 @@ demo: setup ## Run the worked example against a server that is up
 stop: ## Stop the server that `make run` started
 	@$(SERVER) stop
 
-test: setup-dev lint ## Everything: format, lint, types, layers, then all suites (at most 15 minutes on 2 cores)
+test: setup-dev lint ## Everything: format, lint, types, layers, then all suites (half an hour or more on 2 cores)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 check: setup-dev lint ## Format, lint, types, layers, unit tests (under a minute; no GPU, no Ray, no vLLM)
