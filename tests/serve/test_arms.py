@@ -183,7 +183,7 @@ def test_the_report_finds_a_planted_difference(ab: App) -> None:
             while time.monotonic() < until_s:
                 own.post(EMBED, json={"input": "a", "fake": {"delay_s": delay_s}})
 
-    threads = [threading.Thread(target=ask, args=pair) for pair in (("old", 0.3), ("new", 0.15))]
+    threads = [threading.Thread(target=ask, args=pair) for pair in (("old", 0.4), ("new", 0.1))]
     for thread in threads:
         thread.start()
     for thread in threads:
