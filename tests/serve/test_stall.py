@@ -15,6 +15,7 @@ from orthrus_serve.app import compose
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.serving.engine_replica import start_engine
 from tests.serve.conftest import App
+from tests.serve.soak_faults import core_of as engine_core_of
 
 
 def until(condition: Callable[[], bool], limit_s: float) -> None:
@@ -27,8 +28,7 @@ def until(condition: Callable[[], bool], limit_s: float) -> None:
 def core_of(app: App) -> psutil.Process:
     """The EngineCore process of the only replica."""
     (info,) = app.info("Engine")
-    (core,) = [p for p in psutil.Process(info["pid"]).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    return core
+    return engine_core_of(info["pid"])
 
 
 def complete(client: httpx.Client, num_tokens: int) -> httpx.Response:
