@@ -249,6 +249,18 @@ ROUTER = Board(
             Panel("Second tries", "Requests a second that were sent to another replica.",
                   (Query(rate("orthrus_retries_total", "<A>", "arm, kind"), "{{arm}} {{kind}}"),), unit="reqps"),
         )),
+        Row("Handovers (disagg_pd)", (
+            Panel("First halves", "What came of prompts that one replica computes for another: handed over, nothing to hand over, "
+                  "refused, lost; and second halves that were lost and computed anew (retried).",
+                  (Query(rate("orthrus_handovers_total", "<A>", "handed"), "{{handed}}"),), unit="reqps", stacked=True),
+            Panel("Fetches", "Handovers that reached an engine; those that were refused or came too late are computed anew.",
+                  (Query(rate("orthrus_engine_handovers_total", "<V>", "fetch"), "{{fetch}}"),), unit="reqps"),
+            Panel("Prompts that were computed twice", "Share of handed-over prompts whose KV was not used: late, refused, or lost.",
+                  (Query(share("(" + rate("orthrus_engine_handovers_total", 'fetch!="accepted"')
+                               + " + " + rate("orthrus_handovers_total", 'handed="retried"') + ")",
+                               rate("orthrus_handovers_total", 'handed="over"')), "computed twice"),),
+                  unit="percentunit", good=0.01, bad=0.05),
+        )),
         Row("What the ledgers know", (
             Panel("Charged and drift", "Tokens that the Fronts count for their open requests, and by how much the last reports moved that.",
                   (Query("sum(orthrus_front_charged_tokens{<F>})", "charged"),

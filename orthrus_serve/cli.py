@@ -102,6 +102,11 @@ def _add_live(verbs: Any) -> None:
     scale.add_argument("--app", help="name of the application, where there are several")
     scale.set_defaults(run=_scale, takes_rest=False)
 
+    wait = verbs.add_parser("wait", help="wait until Ray takes deployments; for units and scripts that start both")
+    wait.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
+    wait.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="wait at most so long (300)")
+    wait.set_defaults(run=_wait, takes_rest=False)
+
     ab = verbs.add_parser("ab", help="compare the arms of an A/B test, or change their weights")
     ab_verbs = ab.add_subparsers(title="verbs", metavar="VERB", required=True)
     report = ab_verbs.add_parser("report", help="compare what the arms did since the last change, an hour at most")
@@ -223,6 +228,13 @@ def _scale(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.serve_api import ServeApi
 
     scale(args.num_replicas, ServeApi(args.address), print, app=args.app, arm=args.arm)
+    return EXIT_OK
+
+
+def _wait(args: argparse.Namespace, _rest: list[str]) -> int:
+    from orthrus_serve.ops.serve_api import ServeApi
+
+    ServeApi(args.address).wait(args.timeout)
     return EXIT_OK
 
 

@@ -48,6 +48,7 @@ from orthrus_serve.policy.step_plan import (
     usable_waiting_tokens,
 )
 from orthrus_serve.policy.step_time import StepTimeModel, step_budget
+from orthrus_serve.telemetry.catalog import LABEL_VALUES
 from orthrus_serve.telemetry.device_peaks import peak_flops
 from orthrus_serve.telemetry.log import event_log
 
@@ -91,6 +92,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
         self._peak_flops = self.settings.peak_flops or peak_flops(current_platform.get_device_name())
         self._adapter_requests: dict[str, int] = {}
         self._adapter_waits = 0
+        self._handovers: dict[str, int] = dict.fromkeys(LABEL_VALUES["fetch"], 0)
         self.step_time = StepTimeModel(scale=self.scheduler_config.max_num_batched_tokens)
         self._own_budget = self.max_num_scheduled_tokens
         self._idle_lane: Lane | None = None
@@ -112,7 +114,9 @@ class MixedSchedulerMixin(CoreChannelMixin):
             if connector is None or problem is not None:
                 log.error("handover_refused", request=request.request_id, problem=problem)
                 request.kv_transfer_params = None
+                self._handovers["refused"] += 1
             else:
+                self._handovers["accepted"] += 1
                 lease_s = connector.get_from_extra_config("kv_lease_duration", 0)
                 request.kv_transfer_params = with_deadline(params, lease_s, time.monotonic())
         if request.pooling_params is not None:
@@ -189,6 +193,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
             return False
         if give_up_late(request.kv_transfer_params, time.monotonic()):
             log.warning("handover_too_late", request=request.request_id)
+            self._handovers["late"] += 1
         return super()._handle_blocked_waiting_request(request)
 
     # The connector's own parameters of a finished prompt go out with what the prompt was.
@@ -210,6 +215,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
             "adapter_places": self.lora_config.max_loras if self.lora_config else 0,
             "adapter_requests": dict(self._adapter_requests),  # encoded on another thread, while this one goes on
             "adapter_waits": self._adapter_waits,
+            "handovers": dict(self._handovers),
         }
 
     @property

@@ -3,6 +3,7 @@
 Guards: every failure is one sentence that says what to do. Leaves out what is changed (`deployed_config.py`). Imports no Ray.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from orthrus_serve.errors import OrthrusError
 
 APPLICATIONS = "/api/serve/applications/"
 TIMEOUT_S = 30.0
+PAUSE_S = 1.0
 
 
 class ServeApiError(OrthrusError):
@@ -49,6 +51,23 @@ class ServeApi:
             ServeApiError: nobody answers there, or Serve refused.
         """
         self._ask("PUT", config)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when Serve's API answers: what is deployed from then on is taken.
+
+        Raises:
+            ServeApiError: it did not in that time; why is said.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.details()
+            except ServeApiError as error:
+                if time.monotonic() > deadline_s:
+                    raise ServeApiError(f"{error} (waited for {timeout_s:.0f} s)") from error
+            else:
+                return
+            time.sleep(PAUSE_S)
 
     def _ask(self, method: str, body: dict[str, Any] | None = None) -> httpx.Response:
         answer = self._send(method, body, {})

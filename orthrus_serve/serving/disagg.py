@@ -16,6 +16,7 @@ from orthrus_serve.serving.handover import Handover, read_prefill
 from orthrus_serve.serving.live_arms import Arm
 from orthrus_serve.serving.tries import Tries
 from orthrus_serve.serving.tunnel import Reply, TunnelRequest
+from orthrus_serve.telemetry.catalog import Handed
 from orthrus_serve.telemetry.log import event_log
 
 log = event_log(__name__)
@@ -24,10 +25,11 @@ log = event_log(__name__)
 @dataclass(frozen=True)
 class Prefilled:
     """What came of the first half: what the second replica is to fetch, or the answer that ends the request (an error of the
-    client's). Neither: the second replica computes the request whole."""
+    client's). Neither: the second replica computes the request whole. `handed` is for counters."""
 
     handover: Handover | None = None
     refusal: Reply | None = None
+    handed: Handed = "whole"
 
     @property
     def told(self) -> dict[str, Any]:
@@ -66,9 +68,10 @@ async def prefill(request: TunnelRequest, shape: RequestShape, arm: Arm, tries: 
     if tries.gone is not None:
         arm.keeper.told(tries.gone, "its engine is gone")
     if reply is None or tries.has_just_failed:
-        return WHOLE
+        return Prefilled(handed="lost")
     if tries.replica_id is not None:
         arm.keeper.ended(shape.kind, (), tries.replica_id, "")
     if reply.status != 200:
-        return Prefilled(refusal=reply)
-    return Prefilled(handover=read_prefill(reply))
+        return Prefilled(refusal=reply, handed="refused")
+    handover = read_prefill(reply)
+    return Prefilled(handover) if handover is None else Prefilled(handover, handed="over")

@@ -55,6 +55,8 @@ class EngineReportCollector(Collector):
         by_adapter = {**dict.fromkeys(self._adapters, 0), **report.get("adapter_requests", {})}
         yield _counter(catalog.ADAPTER_REQUESTS, {(name,): count for name, count in by_adapter.items()})
         yield _counter(catalog.ADAPTER_WAITS, {(): report.get("adapter_waits", 0)})
+        fetches = {**dict.fromkeys(LABEL_VALUES["fetch"], 0), **report.get("handovers", {})}
+        yield _counter(catalog.FETCHES, {(fetch,): count for fetch, count in fetches.items()})
 
     def _held_now(self, report: Mapping[str, Any]) -> Iterator[Family]:
         yield self._gauges(catalog.RUNNING_REQUESTS, {(): report.get("running", 0)})

@@ -189,10 +189,14 @@ class FrontApp:
         tries, half = Tries(), WHOLE
         if shape is not None and is_shared(arm, shape):
             half = await prefill(request, shape, arm, tries, send)
+            self._metrics.handed(arm.name, half.handed)
             if half.refusal is not None:
                 await self._deliver(half.refusal, send, ReplyMeter())
                 return
-        for _ in range(MAX_CALLS):
+        was_handed_over = half.handover is not None
+        for number in range(MAX_CALLS):
+            if was_handed_over and number == 1:
+                self._metrics.handed(arm.name, "retried")
             # One open call at a time: Serve gives all calls of one HTTP request the same id.
             with opened(request, arm, shape, tries.failed_on, **half.told) as call:
                 half = WHOLE  # another try computes it whole

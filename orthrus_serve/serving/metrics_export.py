@@ -20,7 +20,7 @@ from orthrus_serve.policy.balance import imbalance_ratio
 from orthrus_serve.serving.exchange import Exchange
 from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.telemetry import catalog
-from orthrus_serve.telemetry.catalog import LABEL_VALUES, Copied, GoalName, GoalResult, Metric, Outcome, Refusal
+from orthrus_serve.telemetry.catalog import LABEL_VALUES, Copied, GoalName, GoalResult, Handed, Metric, Outcome, Refusal
 from orthrus_serve.types import RequestKind, TopologyName
 
 KINDS: tuple[RequestKind, ...] = ("generate", "embed")
@@ -64,6 +64,7 @@ class FrontMetrics:
         self._refusals = _counter(catalog.REFUSALS, self.registry)
         self._goals = _counter(catalog.GOALS, self.registry)
         self._mirrored = _counter(catalog.MIRRORED, self.registry)
+        self._handovers = _counter(catalog.HANDOVERS, self.registry)
         for family in (catalog.REFUSALS, catalog.GOALS):
             for values in product(*(LABEL_VALUES[label] for label in family.labels)):
                 (self._refusals if family is catalog.REFUSALS else self._goals).labels(*values)
@@ -74,6 +75,8 @@ class FrontMetrics:
         self._followed.append(_Followed(arm, topology, state))
         for kind in KINDS:
             self._retries.labels(arm, kind)
+        for handed in LABEL_VALUES["handed"]:
+            self._handovers.labels(arm, handed)
         for kind, copied in product(KINDS, LABEL_VALUES["copied"]):
             if arm:
                 self._mirrored.labels(arm, kind, copied)
@@ -101,6 +104,10 @@ class FrontMetrics:
     def mirrored(self, arm: str, kind: RequestKind, copied: Copied) -> None:
         """A copy for `arm` ended, or was not made."""
         self._mirrored.labels(arm, kind, copied).inc()
+
+    def handed(self, arm: str, handed: Handed) -> None:
+        """A half of a shared generation ended so."""
+        self._handovers.labels(arm, handed).inc()
 
     def refused(self, kind: RequestKind, reason: Refusal) -> None:
         """A request was not let in."""

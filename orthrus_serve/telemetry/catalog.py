@@ -14,7 +14,7 @@ from orthrus_serve.types import PolicyName, RequestKind, TopologyName
 MetricKind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
     "steps", "tokens", "requests", "seconds", "info", "refusals", "goals", "ratio", "flops", "flops_per_second", "preemptions",
-    "states", "adapters", "places", "waits", "replicas", "quarantines", "retries",
+    "states", "adapters", "places", "waits", "replicas", "quarantines", "retries", "handovers",
 ]  # fmt: skip
 
 # How a request ended: answered · refused by a 4xx · refused for lack of room · the client left · an error of ours.
@@ -58,6 +58,12 @@ class Metric:
 # What became of a copy that was made for another arm: as a request ends, or not made for want of room.
 Copied = Literal["ok", "invalid", "overloaded", "cancelled", "failed", "dropped"]
 
+# What became of the first half of a generation that two replicas share: its KV was handed over · it had nothing to hand over ·
+# it refused the request · it was lost or failed. And of a second half that was given KV: lost, and tried anew without.
+Handed = Literal["over", "whole", "refused", "lost", "retried"]
+# What an engine did with KV that it was told to fetch: takes it · was too late for what it had taken · would not.
+Fetch = Literal["accepted", "late", "refused"]
+
 # The values that each label may take; a label that is not here does not exist. `arm` takes the names of the configuration, or
 # is empty where there are no arms; `adapter` takes those of the adapters; `target` is an engine replica's id, and ends with it.
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
@@ -66,6 +72,8 @@ LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "adapter": (),
     "arm": (),
     "decodes": get_args(Decodes),
+    "fetch": get_args(Fetch),
+    "handed": get_args(Handed),
     "outcome": get_args(Outcome),
     "copied": get_args(Copied),
     "part": get_args(StepPart),
@@ -310,6 +318,22 @@ GOALS = Metric(
     ("kind", "goal", "result"),
     "Goals of admitted requests, by whether they were met.",
 )
+HANDOVERS = Metric(
+    "orthrus_handovers_total",
+    "counter",
+    "handovers",
+    ("arm", "handed"),
+    "Generations that two replicas share (disagg_pd), by what came of the first half: its KV handed over, nothing to hand "
+    "over (whole), refused, lost; and, after a handover, the second half lost and computed anew (retried).",
+)
+FETCHES = Metric(
+    "orthrus_engine_handovers_total",
+    "counter",
+    "handovers",
+    ("fetch",),
+    "Handovers that reached an engine: accepted; of these, too late to be fetched; and refused, as of another prompt or engine. "
+    "What is not fetched is computed anew.",
+)
 CHARGED_TOKENS = Metric(
     "orthrus_front_charged_tokens",
     "gauge",
@@ -331,9 +355,9 @@ CATALOG: tuple[Metric, ...] = (
     MODEL_FLOPS, PEAK_FLOPS, PREEMPTIONS,
     # what an engine holds now
     RUNNING_REQUESTS, WAITING_REQUESTS, HELD_REQUESTS, REMAINING_TOKENS, OLDEST_WAIT, POOLING_STATES, KV_USAGE, POLICY_INFO,
-    USED_ADAPTERS, ADAPTER_PLACES, ADAPTER_REQUESTS, ADAPTER_WAITS, STAGE,
+    USED_ADAPTERS, ADAPTER_PLACES, ADAPTER_REQUESTS, ADAPTER_WAITS, STAGE, FETCHES,
     # how requests went
-    REQUESTS, REQUEST_DURATION, FIRST_TOKEN, FRONT_WAIT, IN_FLIGHT, RETRIES, MIRRORED, REFUSALS, GOALS,
+    REQUESTS, REQUEST_DURATION, FIRST_TOKEN, FRONT_WAIT, IN_FLIGHT, RETRIES, HANDOVERS, MIRRORED, REFUSALS, GOALS,
     # how they were routed
     ROUTED, REPLICA_LOAD, IMBALANCE, REPLICAS, QUARANTINED, QUARANTINES, SILENT, CHARGED_TOKENS, DRIFT_TOKENS,
 )  # fmt: skip

@@ -1,9 +1,11 @@
 """Draws every board from a real Prometheus that scrapes the product under load: `python -m tests.serve.draw_boards FOLDER`.
 
 For those who change a board and have no Grafana at hand. One picture a board, with its panels where Grafana puts
-them, and the pages that were scraped.
+them, and the pages that were scraped. With `--url` it asks a Prometheus that runs already, and prints the queries that have no
+answer there; its window and rates suit a scrape every 15 s.
 """
 
+import argparse
 import json
 import math
 import re
@@ -19,17 +21,21 @@ import matplotlib.pyplot as plt
 import pytest
 
 from tests.serve import test_prometheus
-from tests.serve.prometheus import DASHBOARDS, VARIABLES, Prometheus
+from tests.serve.prometheus import DASHBOARDS, VARIABLES, Prometheus, board_queries
 
-SPAN_S, STEP_S = 60, 2
+# Span and step of a picture in s, and the window of rates: for the test's scrapes every second, and for every 15 s.
+TEST_WINDOW = (60, 2, "10s")
+URL_WINDOW = (300, 5, "60s")
+SPAN_S = TEST_WINDOW[0]
 
 
-def ranges(server: Prometheus, expr: str) -> list[Any]:
-    """What a query gave over the last minute."""
-    for name, value in {**VARIABLES, "$__rate_interval": "10s"}.items():
+def ranges(server: Prometheus, expr: str, window: tuple[int, int, str]) -> list[Any]:
+    """What a query gave over the window's span."""
+    span_s, step_s, rate = window
+    for name, value in {**VARIABLES, "$__rate_interval": rate}.items():
         expr = expr.replace(name, value)
     now_s = server.ask("vector(time())")[0]["value"][0]
-    params = {"query": expr, "start": now_s - SPAN_S, "end": now_s, "step": STEP_S}
+    params = {"query": expr, "start": now_s - span_s, "end": now_s, "step": step_s}
     return httpx.get(f"{server.url}/api/v1/query_range", params=params, timeout=30).json()["data"]["result"]
 
 
@@ -38,7 +44,9 @@ def legend(target: dict[str, Any], labels: dict[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], "")[-14:], target["legendFormat"])
 
 
-def draw(server: Prometheus, board: dict[str, Any], file: Path) -> None:
+def draw(
+    server: Prometheus, board: dict[str, Any], file: Path, window: tuple[int, int, str] = TEST_WINDOW
+) -> None:
     """One picture of a board."""
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
@@ -48,7 +56,7 @@ def draw(server: Prometheus, board: dict[str, Any], file: Path) -> None:
         axes = figure.add_axes((x / 24 + 0.02, 1 - (y + h - 1) / height, w / 24 - 0.03, (h - 2.2) / height))
         axes.set_title(f"{panel['title']} [{panel['fieldConfig']['defaults']['unit']}]", fontsize=9)
         for target in panel["targets"]:
-            for series in ranges(server, target["expr"]):
+            for series in ranges(server, target["expr"], window):
                 points = [(at_s, float(value)) for at_s, value in series["values"] if not math.isnan(float(value))]
                 axes.plot(
                     [at_s for at_s, _ in points], [value for _, value in points], label=legend(target, series["metric"])
@@ -78,11 +86,26 @@ class _Drawing:
             draw(prometheus, json.loads(file.read_text(encoding="utf-8")), self._folder / f"{file.stem}.png")
 
 
+def draw_running(server: Prometheus, folder: Path) -> int:
+    """Every board from a Prometheus that runs. Returns 1 when a query has no answer."""
+    for file in sorted(DASHBOARDS.glob("*.json")):
+        draw(server, json.loads(file.read_text(encoding="utf-8")), folder / f"{file.stem}.png", URL_WINDOW)
+    empty = [place for place, expr in board_queries() if not server.numbers(expr)]
+    sys.stdout.write("".join(f"no answer: {place}\n" for place in empty))
+    return int(bool(empty))
+
+
 def main() -> int:
-    """Runs the serve test of the boards with the drawing in it."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix=f"boards-{time.monotonic():.0f}-"))
+    """Runs the serve test of the boards with the drawing in it; or draws from a Prometheus that runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--url", help="of a Prometheus that scrapes a server")
+    args = parser.parse_args()
+    folder: Path = args.folder or Path(tempfile.mkdtemp(prefix=f"boards-{time.monotonic():.0f}-"))
     folder.mkdir(parents=True, exist_ok=True)
     mpl.use("Agg")
+    if args.url:
+        return draw_running(Prometheus(args.url), folder)
     chosen = "answer_under_load or test_top"
     return pytest.main(["-q", "tests/serve/test_prometheus.py", "-k", chosen], plugins=[_Drawing(folder)])
 
