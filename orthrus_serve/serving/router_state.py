@@ -14,10 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orthrus_serve.errors import OrthrusError
+from orthrus_serve.policy.admission import Backlog
 from orthrus_serve.policy.ledger import TokenLoadLedger
 from orthrus_serve.policy.replica_choice import RULES, Measure, Place, choose_replica, home_of
 from orthrus_serve.policy.roles import Split, replicas_serving
 from orthrus_serve.policy.routed_request import RoutedRequest
+from orthrus_serve.policy.service_rate import PoolRates
 from orthrus_serve.serving.engine_reports import ReplicaReport
 from orthrus_serve.types import Half, ReplicaId, RequestId, RequestKind, RouterRule
 
@@ -140,6 +142,14 @@ class RouterState:
             self.ledger.open_requests.get(chosen, 0) + -(-len(coming) // num_candidates),
             num_candidates,
         )
+
+    def backlog(self, kind: RequestKind, num_tokens: int, rates: PoolRates) -> Backlog | None:
+        """What admission must know of where a request would go now. None while no replica is known; on any thread, as
+        `likely`."""
+        likely = self.likely(kind, num_tokens)
+        if likely is None:
+            return None
+        return Backlog(likely.num_tokens, likely.num_open, rates.of(likely.replica_id), likely.num_candidates)
 
     def _choose(self, candidates: Candidates, num_tokens: int) -> ReplicaId:
         loads = self._loads(self.rule)

@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.policy.step_plan import (
     LANES,
     Admissible,
@@ -83,6 +84,7 @@ class BatchingEngine:
         self._speed = 1.0
         self._is_running = False
         self._num_computed = 0
+        self._num_over, self._busy_s = 0, 0.0  # steps that ended, and their time
         self._arrived: list[Job] = []  # since the step after the one that runs was planned
         self._seen: list[Job] = []  # planned for in that step
         self._lines: tuple[deque[_Waiting], deque[_Waiting]] = (deque(), deque())
@@ -102,6 +104,10 @@ class BatchingEngine:
     def num_steps(self) -> int:
         """Forward passes so far."""
         return self._num_steps
+
+    def done(self) -> Done:
+        """See `VirtualEngine`."""
+        return Done({"generate": self._num_computed}, self._num_over, self._busy_s)
 
     def add(self, job: Job) -> None:
         self._arrived.append(job)
@@ -143,10 +149,12 @@ class BatchingEngine:
         duration_s = self._spec.clock.duration_s(tokens, decodes) / self._speed
         if self._spec.target_tpot_s is not None:
             self._step_time.observe(tokens, decodes, duration_s)
-        self._agenda.after(duration_s, self._end_step, step, tokens)
+        self._agenda.after(duration_s, self._end_step, step, tokens, duration_s)
 
-    def _end_step(self, step: _Step, tokens: int) -> None:
+    def _end_step(self, step: _Step, tokens: int, duration_s: float) -> None:
         self._num_computed += tokens
+        self._num_over += 1
+        self._busy_s += duration_s
         over: list[Job] = []
         if step.has_decodes:
             self._num_decoded += 1

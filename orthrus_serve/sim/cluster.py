@@ -1,8 +1,8 @@
 """Fronts, replicas and what passes between them, in virtual time: the product's own router state, charges and reports.
 
 No process, no network, no noise: the same seed gives the same numbers on any machine. Guards: every request is answered
-exactly once, also when its replica dies under it; at the end no Front holds a charge. Leaves out HTTP, Ray and what they cost
-(one fixed time each way), and who is let in (`policy/admission.py` is tried in tests/unit/overload.py).
+exactly once, or refused at once, also when its replica dies under it; at the end no Front holds a charge. Leaves out HTTP, Ray and what they cost
+(one fixed time each way). Who is let in: `gate.py`.
 """
 
 import random
@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from orthrus_serve.policy.admission import Predicted, Refused
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape
 from orthrus_serve.policy.replica_choice import Place
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.routed_request import RoutedRequest
+from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.serving.engine_reports import OpenCall, OpenCalls, ReplicaReport, report_gap_s
 from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.sim.engines import Ended, Job, VirtualEngine, facts_of
 from orthrus_serve.sim.events import Agenda
+from orthrus_serve.sim.gate import AdmissionSetup, Gate
 from orthrus_serve.sim.workload import Arrival
 from orthrus_serve.types import ReplicaId, RequestKind, RouterRule
 
@@ -55,6 +58,7 @@ class Setup:
         report_gap_s: between two reports of a replica; None is the product's own for so many replicas.
         report_delay_s: how long a report takes besides the way.
         make_state: what each Front chooses by; the study tries others.
+        admission: None lets everybody in.
     """
 
     make_engine: MakeEngine
@@ -69,6 +73,7 @@ class Setup:
     report_delay_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     make_state: Callable[..., RouterState] = RouterState
+    admission: AdmissionSetup | None = None
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,14 @@ class Played:
         by_engine: tokens that each engine computed, by number; of the one there now, where one died.
         answers: every answered request, also within chains, in order of their ends.
         num_retried: requests that were sent again because their replica died.
+        refused: kind and time of arrival of those that were not let in; no chain goes on after one.
     """
 
     latency_s: list[float]
     by_engine: list[float]
     answers: list[Answer]
     num_retried: int
+    refused: list[tuple[RequestKind, float]] = field(default_factory=list[tuple[RequestKind, float]])
 
 
 @dataclass(eq=False)
@@ -115,6 +122,7 @@ class _Asked:
     since_s: float
     front: int
     routed: RoutedRequest
+    predicted: Predicted = field(default_factory=Predicted)
 
 
 @dataclass(eq=False)
@@ -159,6 +167,8 @@ class Cluster:
         ]
         self._tell_fronts_who_runs()
         self._estimators = [ChargeEstimator() for _ in self._fronts]
+        self._gates = [] if setup.admission is None else [Gate(setup.admission, state) for state in self._fronts]
+        self._refused: list[tuple[RequestKind, float]] = []
         self._answers: list[Answer] = []
         self._ended_s: dict[int, float] = {}
         self._num_asked = 0
@@ -175,7 +185,7 @@ class Cluster:
         assert left == [(0, 0)] * len(left), left
         by_engine = [replica.engine.num_computed for replica in self._replicas if replica.engine is not None]
         latencies = [self._ended_s[number] - arrival.at_s for number, arrival in enumerate(trace)]
-        return Played(latencies, by_engine, self._answers, self._num_retried)
+        return Played(latencies, by_engine, self._answers, self._num_retried, self._refused)
 
     # --- replicas -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +242,15 @@ class Cluster:
         self._num_asked += 1
         request_id = str(self._num_asked)
         routed = RoutedRequest(request_id, arrival.kind, estimator.estimate(shape), estimator.expected_output(shape))
-        self._send(_Asked(request_id, arrival, self._agenda.now_s, root, since_s, front, routed))
+        asked = _Asked(request_id, arrival, self._agenda.now_s, root, since_s, front, routed)
+        if self._gates:
+            decided = self._gates[front].decide(routed, arrival.kind, self._agenda.now_s)
+            if isinstance(decided, Refused):
+                self._refused.append((arrival.kind, asked.at_s))
+                self._ended_s[root] = asked.at_s
+                return
+            asked.predicted = decided
+        self._send(asked)
 
     def _send(self, asked: _Asked) -> None:
         chosen = self._fronts[asked.front].choose_and_charge(asked.routed, self._listed)
@@ -269,6 +287,8 @@ class Cluster:
         arrival, now_s = asked.arrival, self._agenda.now_s
         if arrival.num_output:
             self._estimators[asked.front].learn_output(arrival.num_output)
+        if self._gates:
+            self._gates[asked.front].learn(arrival.kind, asked.predicted, now_s - asked.at_s, now_s)
         self._answers.append(Answer(arrival.kind, asked.at_s, now_s - asked.at_s, arrival.then is None, asked.since_s))
         if arrival.then is None:
             self._ended_s[asked.root] = now_s
@@ -288,7 +308,7 @@ class Cluster:
         if replica.engine is None:
             return
         replica.calls.follow(facts_of(replica.engine, self._setup.max_tokens), replica.calls.mark)
-        report = ReplicaReport(str(replica.replica_id), replica.calls.by_front())
+        report = ReplicaReport(str(replica.replica_id), replica.calls.by_front(), self._done(replica.engine))
         if report == replica.last_report:
             return
         replica.last_report = report
@@ -298,6 +318,11 @@ class Cluster:
         if replica.open:
             self._wake(replica)  # what runs makes progress, which is news
 
+    def _done(self, engine: VirtualEngine) -> Done:
+        return engine.done() if self._gates else Done()  # only admission asks for it
+
     def _take(self, report: ReplicaReport) -> None:
+        for gate in self._gates:
+            gate.take_report(report)
         for number, state in enumerate(self._fronts):
             state.follow(f"f{number}", report)

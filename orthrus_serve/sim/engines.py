@@ -12,6 +12,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from orthrus_serve.policy.service_rate import Done
 from orthrus_serve.policy.step_plan import Lane
 from orthrus_serve.sim.events import Agenda
 from orthrus_serve.sim.workload import Arrival
@@ -42,6 +43,10 @@ class VirtualEngine(Protocol):
     @property
     def num_computed(self) -> float:
         """Tokens computed since it started."""
+        ...
+
+    def done(self) -> Done:
+        """What it has done since it started, as an engine's core counts it; kinds are not told apart."""
         ...
 
     def add(self, job: Job) -> None:
@@ -77,11 +82,16 @@ class _FluidEngine:
         self._seen_s = 0.0
         self._version = 0
         self._num_computed = 0.0
+        self._busy_s = 0.0
 
     @property
     def num_computed(self) -> float:
         self._advance()
         return self._num_computed
+
+    def done(self) -> Done:
+        self._advance()
+        return Done({"generate": int(self._num_computed)}, int(self._num_steps()), self._busy_s)
 
     def add(self, job: Job) -> None:
         self._advance()
@@ -111,6 +121,10 @@ class _FluidEngine:
     def _advance(self) -> None:
         raise NotImplementedError
 
+    def _num_steps(self) -> float:
+        """Forward passes, if each made one token for everyone who takes part."""
+        raise NotImplementedError
+
     def _take(self, job: Job) -> None:
         raise NotImplementedError
 
@@ -135,13 +149,19 @@ class SerialEngine(_FluidEngine):
 
     @override
     def _advance(self) -> None:
-        done = (self._agenda.now_s - self._seen_s) * self._tokens_per_s
+        passed_s = self._agenda.now_s - self._seen_s
+        done = passed_s * self._tokens_per_s
         self._seen_s = self._agenda.now_s
         if self._line:
+            self._busy_s += passed_s
             head = self._line[0]
             done = min(done, head.arrival.num_tokens - head.num_done)
             head.num_done += done
             self._num_computed += done
+
+    @override
+    def _num_steps(self) -> float:
+        return self._num_computed
 
     @override
     def _take(self, job: Job) -> None:
@@ -179,8 +199,13 @@ class SharedEngine(_FluidEngine):
         passed_s = self._agenda.now_s - self._seen_s
         self._seen_s = self._agenda.now_s
         if self._heap:
+            self._busy_s += passed_s
             self._got += passed_s * self._tokens_per_s / len(self._heap)
             self._num_computed += passed_s * self._tokens_per_s
+
+    @override
+    def _num_steps(self) -> float:
+        return self._got
 
     @override
     def _take(self, job: Job) -> None:

