@@ -1,8 +1,8 @@
 """Fronts, replicas and what passes between them, in virtual time: the product's own router state, charges and reports.
 
 No process, no network, no noise: the same seed gives the same numbers on any machine. Guards: every request is answered
-exactly once, or refused at once, also when its replica dies under it; at the end no Front holds a charge. Leaves out HTTP, Ray and what they cost
-(one fixed time each way). Who is let in: `gate.py`.
+exactly once, or refused at once, also when its replica dies under it; at the end no Front holds a charge. Leaves out HTTP, Ray
+and what they cost (one fixed time each way). Who is let in: `gate.py`.
 """
 
 import random
@@ -53,6 +53,7 @@ class Setup:
     Attributes:
         make_engine: makes the engine of the replica with that number.
         max_tokens: what clients allow an output.
+        max_tokens: what clients allow an output; None is just what it will be.
         has_reports: False: every Front knows only what it has charged and settled itself.
         busy_fronts: how many of the Fronts get requests; None is all of them.
         report_gap_s: between two reports of a replica; None is the product's own for so many replicas.
@@ -66,7 +67,7 @@ class Setup:
     num_fronts: int = 2
     rule: RouterRule = "least_remaining_tokens"
     split: Split | None = None
-    max_tokens: int = 2000
+    max_tokens: int | None = 2000
     busy_fronts: int | None = None
     has_reports: bool = True
     report_gap_s: float | None = None
@@ -236,7 +237,7 @@ class Cluster:
             body_bytes=0,
             num_prompt_ids=arrival.num_prompt,
             num_outputs=int(arrival.kind == "generate"),
-            max_tokens=self._setup.max_tokens,
+            max_tokens=arrival.num_output if self._setup.max_tokens is None else self._setup.max_tokens,
         )
         estimator = self._estimators[front]
         self._num_asked += 1

@@ -62,12 +62,13 @@ class VirtualEngine(Protocol):
         ...
 
 
-def facts_of(engine: VirtualEngine, max_output: int) -> Facts:
-    """What the engine's core would report."""
+def facts_of(engine: VirtualEngine, max_output: int | None) -> Facts:
+    """What the engine's core would report; outputs may have so many tokens, None is as many as they will."""
     facts: Facts = {}
     for job in engine.jobs():
         made = max(0, int(job.num_done) - job.arrival.num_prompt)
-        most = max_output if job.lane is Lane.GENERATE else 0
+        most = job.arrival.num_output if max_output is None else max_output
+        most = most if job.lane is Lane.GENERATE else 0
         facts[job.request_id] = (int(job.lane), max(0, job.arrival.num_prompt - int(job.num_done)), made, most)
     return facts
 

@@ -331,8 +331,8 @@ FETCHES = Metric(
     "counter",
     "handovers",
     ("fetch",),
-    "Handovers that reached an engine: accepted; of these, too late to be fetched; and refused, as of another prompt or engine. "
-    "What is not fetched is computed anew.",
+    "Handovers that reached an engine: accepted; of these, too late to be fetched; and refused, as of another prompt or "
+    "engine. What is not fetched is computed anew.",
 )
 CHARGED_TOKENS = Metric(
     "orthrus_front_charged_tokens",
