@@ -1,8 +1,9 @@
 """What a router's choice costs in CPU time, by rule and number of replicas: `python -m orthrus_serve.sim.choice_cost`.
 
-Times the product's own `RouterState` with everything that it would know: reports of every replica, hundreds of open
-requests. One request is chosen for and charged, and an older one settled. Thread CPU time, so other work on the machine counts only through
-caches and clocks; the load average is told beside the numbers. Leaves out Ray (`tests/serve/routing_rules.py` times it).
+Times the product's own `RouterState` with everything that it would know: reports of every replica, hundreds of open requests.
+One request is chosen for and charged, and an older one settled. Thread CPU time, so other work on the machine counts only
+through caches and clocks; the load average is told beside the numbers. Leaves out Ray (`tests/serve/routing_rules.py` times
+it).
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Holds the simulator against two real engines on CPU: one trace through HTTP and in virtual time. A tool, not a test.
 
 Run on a machine with nothing else to do: `python -m tests.serve.real_engines_sim --json FILE.json.gz` (some minutes).
-Everything is real: proxy, two Fronts, two replicas with the tests' tiny model. A first trace serves to fit the step-time model: the engines'
-own totals (steps, tokens by part, busy time) are read several times a second, and every span between two looks is a measured
-step. A second trace is the comparison.
+Everything is real: proxy, two Fronts, two replicas with the tests' tiny model. A first trace serves to fit the step-time
+model: the engines' own totals (steps, tokens by part, busy time) are read several times a second, and every span between two
+looks is a measured step. A second trace is the comparison.
 """
 
 import argparse
