@@ -59,8 +59,8 @@ test-serve: setup-dev ## The real server on a local Ray
 fuzz: setup-dev ## Many random rounds on the real engine (ROUNDS=60 SEED=1 RUNNER=v1 or v2; some seconds each)
 	OMP_NUM_THREADS=1 $(PY) -m $(if $(filter v2,$(RUNNER)),tests.engine.triton_interpreter )tests.engine.fuzz --rounds $(or $(ROUNDS),60) --seed $(or $(SEED),1)
 
-soak: setup-dev ## Mixed traffic on two real engines with a fault every few seconds (SECONDS=3600 SEED=1)
-	OMP_NUM_THREADS=1 $(PY) -m tests.serve.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) $(if $(JSON),--json $(JSON))
+soak: setup-dev ## Mixed traffic on two real engines with one fault after the other (SECONDS=3600 SEED=1 THINK_S=0.5)
+	OMP_NUM_THREADS=1 $(PY) -m tests.serve.soak --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) --think-s $(or $(THINK_S),0.5) $(if $(JSON),--json $(JSON))
 
 lint: setup-dev ## Format, lint, types and layers, without tests
 	$(VENV)/bin/ruff format --check .

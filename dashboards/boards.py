@@ -165,8 +165,10 @@ HEALTH = Board(
                   (Query(quantile(0.99, "orthrus_request_stage_seconds", "<V>", "kind, stage"), "{{kind}} {{stage}}"),), unit="s"),
         )),
         Row("Trouble", (
-            Panel("Refusals by reason", "Why requests were not let in: their key's own limits, or a goal that would not be met.",
-                  (Query(rate("orthrus_refusals_total", "", "kind, reason"), "{{kind}} {{reason}}"),), unit="reqps", stacked=True),
+            Panel("Refusals by reason", "Why requests were not let in: their key's own limits, a goal that would not be met, or no "
+                  "known key. Many unknown keys: somebody guesses, or a key that clients use was taken off the list.",
+                  (Query(rate("orthrus_refusals_total", "", "kind, reason"), "{{kind}} {{reason}}"),
+                   Query(rate("orthrus_unauthorized_requests_total", "", "key"), "401: {{key}} key")), unit="reqps", stacked=True),
             Panel("Goals missed", "Share of admitted requests with a goal that missed it.",
                   (Query(share(rate("orthrus_goals_total", 'result="missed"', "kind, goal"),
                                rate("orthrus_goals_total", "", "kind, goal")), "{{kind}} {{goal}}"),),

@@ -150,6 +150,7 @@ def _add_verify(verbs: Any) -> None:
     verify.add_argument("--tolerance", type=float, help="most that a cosine may lack of 1")
     verify.add_argument("--logit-tolerance", type=float, help="how far below the likeliest logit a near tie may be")
     verify.add_argument("--max-tokens", type=int, help="ask nothing longer, though the server takes it")
+    verify.add_argument("--arm", help="only this arm of the file's arms (all, one after the other)")
     verify.add_argument("--device", default="cpu", help="where the reference computes (cpu)")
     verify.add_argument("--seed", type=int, default=1, help="of the prompts (1)")
     verify.add_argument("--api-key-file", metavar="FILE", help="file with the key to send")

@@ -29,6 +29,7 @@ from orthrus_serve.serving.core_pulse import CorePulse, PulseLimits
 from orthrus_serve.serving.engine_metrics import EngineReportCollector, remaining_tokens
 from orthrus_serve.serving.engine_reports import OpenCalls, ReplicaReport, ReportSender, done_by
 from orthrus_serve.serving.error_shape import JSON_HEADERS, error_bytes
+from orthrus_serve.serving.front_watch import leave_with_fronts
 from orthrus_serve.serving.handover import Handover, prefill_reply, staged, whole_reply
 from orthrus_serve.serving.ray_metrics import RayCopy
 from orthrus_serve.serving.request_check import check_request
@@ -194,6 +195,7 @@ class EngineReplica:
             self._pulse.run(),
             self._leave_when_stalled(),
             self._ray_copy.run(),
+            leave_with_fronts(self._calls, ray_compat.front_is_alive),
         )
         self._tasks = [asyncio.create_task(task) for task in running]
         log_start("engine_started", self._replica_id)
@@ -247,7 +249,7 @@ class EngineReplica:
                 reply = whole_reply(seen)
             else:
                 request = TunnelRequest(method, path, query, with_length(headers, len(seen)), seen)
-                reply = run_app(self._running.app, request, context=context)
+                reply = run_app(self._running.app, request, context=context, left=call.left)
                 reply = prefill_reply(reply) if stage == "prefill" else reply
             async for item in self._marked(reply):
                 yield item
@@ -293,9 +295,7 @@ class EngineReplica:
                 self._totals.topology = topology
         except ConfigError as error:
             self._refuse(str(error))
-        except (
-            Exception
-        ) as error:  # whatever it is, the replica goes on as it was; a dead core is the watcher's business
+        except Exception as error:  # the replica goes on as it was; a dead core is the watcher's business
             log.exception("reconfigure_failed")
             self._refuse(f"{type(error).__name__}: {error}")
         if self._settings["refused"] is not None:

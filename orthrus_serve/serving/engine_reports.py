@@ -69,13 +69,14 @@ class ReplicaReport:
 
 @dataclass
 class OpenCall:
-    """A tunnelled call that this replica works on. `remaining` starts as its charge."""
+    """A tunnelled call that this replica works on. `remaining` starts as its charge; `left` is set when nobody waits for it."""
 
     front: str
     request_id: str
     expected_output: int
     remaining: int
     noted: dict[str, int] = field(default_factory=dict)  # the engine's request id → its number in order of notes
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class OpenCalls:
@@ -99,6 +100,18 @@ class OpenCalls:
         """The engine has taken a request of that call."""
         call.noted[engine_id] = self._num_noted
         self._num_noted += 1
+
+    @property
+    def fronts(self) -> set[str]:
+        """Whose calls are open."""
+        return {call.front for call in self._calls.values()}
+
+    def leave(self, front: str) -> int:
+        """Nobody waits any more for what that Front was relaying. Returns how many calls that is."""
+        calls = [call for call in self._calls.values() if call.front == front]
+        for call in calls:
+            call.left.set()
+        return len(calls)
 
     @property
     def mark(self) -> int:

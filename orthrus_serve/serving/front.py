@@ -315,7 +315,9 @@ class Front:
         log_start("front_started", self._id)
         work = [*(arm.keeper.run() for arm in self._arms), self._ray_copy.run()]
         self._keeping = [asyncio.create_task(task) for task in work]
-        return self._app if self._key_digests is None else KeyGuard(self._app, self._key_digests)
+        if self._key_digests is None:
+            return self._app
+        return KeyGuard(self._app, self._key_digests, self._metrics.unauthorized)
 
     async def reconfigure(self, user_config: Any) -> None:
         """Changes weights, mirror, topology, router rule and roles from the next request on. Never raises; `info` tells a

@@ -20,7 +20,17 @@ from orthrus_serve.policy.balance import imbalance_ratio
 from orthrus_serve.serving.exchange import Exchange
 from orthrus_serve.serving.router_state import RouterState
 from orthrus_serve.telemetry import catalog
-from orthrus_serve.telemetry.catalog import LABEL_VALUES, Copied, GoalName, GoalResult, Handed, Metric, Outcome, Refusal
+from orthrus_serve.telemetry.catalog import (
+    LABEL_VALUES,
+    BadKey,
+    Copied,
+    GoalName,
+    GoalResult,
+    Handed,
+    Metric,
+    Outcome,
+    Refusal,
+)
 from orthrus_serve.types import RequestKind, TopologyName
 
 KINDS: tuple[RequestKind, ...] = ("generate", "embed")
@@ -62,12 +72,18 @@ class FrontMetrics:
         )
         self._retries = _counter(catalog.RETRIES, self.registry)
         self._refusals = _counter(catalog.REFUSALS, self.registry)
+        self._unauthorized = _counter(catalog.UNAUTHORIZED, self.registry)
         self._goals = _counter(catalog.GOALS, self.registry)
         self._mirrored = _counter(catalog.MIRRORED, self.registry)
         self._handovers = _counter(catalog.HANDOVERS, self.registry)
-        for family in (catalog.REFUSALS, catalog.GOALS):
+        fixed = (
+            (catalog.REFUSALS, self._refusals),
+            (catalog.UNAUTHORIZED, self._unauthorized),
+            (catalog.GOALS, self._goals),
+        )
+        for family, counter in fixed:
             for values in product(*(LABEL_VALUES[label] for label in family.labels)):
-                (self._refusals if family is catalog.REFUSALS else self._goals).labels(*values)
+                counter.labels(*values)
         self.registry.register(_Routing(self._followed))
 
     def follow(self, arm: str, topology: Callable[[], TopologyName], state: RouterState) -> None:
@@ -112,6 +128,10 @@ class FrontMetrics:
     def refused(self, kind: RequestKind, reason: Refusal) -> None:
         """A request was not let in."""
         self._refusals.labels(kind, reason).inc()
+
+    def unauthorized(self, key: BadKey) -> None:
+        """A request was answered with a 401."""
+        self._unauthorized.labels(key).inc()
 
     def goal(self, kind: RequestKind, goal: GoalName, result: GoalResult) -> None:
         """An admitted request that had a goal reached it, or is late."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context as get_serve_request_context
 from ray.serve.context import _RequestContext as RequestContext
 from ray.serve.context import _serve_request_context as serve_request_context
@@ -148,6 +150,17 @@ def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
         return max(answers)
 
     return tell
+
+
+def front_is_alive(front: str) -> bool:
+    """Inside a replica, whether the process of that Front (its replica's id), of the same application, runs; also when it
+    drains. Blocks."""
+    deployment = DeploymentID("Front", serve.get_replica_context().app_name)
+    try:
+        ray.get_actor(ReplicaID(front, deployment).to_full_id_str(), namespace=SERVE_NAMESPACE)
+    except ValueError:  # there is no actor of that name
+        return False
+    return True
 
 
 def _outcome(task: "asyncio.Future[Any]") -> Any:

@@ -145,8 +145,9 @@ def _complete_truncation(fields: dict[str, Any], adapter: ServedAdapter, longest
     room = int(adapter.appends_eos)
     field_rules.check_truncation(value, 1 + room, longest)
     fields["truncate_prompt_tokens"] = (longest if value == -1 else value) - room
-    if fields.get("truncation_side") is None:
-        # Of a model that generates, vLLM keeps the end; an embedding server keeps the beginning.
+    if fields.get("truncation_side") is None and adapter.vocab_size is None:
+        # Of a model that generates, vLLM keeps the end; an embedding server keeps the beginning. A model of its own that embeds
+        # keeps it unasked, and also what its tokenizer puts at the end of a text, which a side that is named would cut away.
         fields["truncation_side"] = "right"
 
 

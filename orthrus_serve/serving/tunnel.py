@@ -98,10 +98,12 @@ def is_event_stream(headers: list[Header]) -> bool:
 class _AppCall:
     """One request inside the app: what the app may receive, and a queue of what it has sent."""
 
-    def __init__(self, app: ASGIApp, request: TunnelRequest, context: contextvars.Context | None) -> None:
+    def __init__(
+        self, app: ASGIApp, request: TunnelRequest, context: contextvars.Context | None, left: asyncio.Event
+    ) -> None:
         self._request = request
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._client_gone = asyncio.Event()
+        self._client_gone = left
         self._body_taken = False
         self._closed = False
         self.is_complete = False
@@ -169,17 +171,25 @@ async def _awaited(run: Awaitable[None]) -> None:
 
 
 async def run_app(
-    app: ASGIApp, request: TunnelRequest, *, context: contextvars.Context | None = None
+    app: ASGIApp,
+    request: TunnelRequest,
+    *,
+    context: contextvars.Context | None = None,
+    left: asyncio.Event | None = None,
 ) -> AsyncGenerator[Start | bytes]:
     """Runs `app` for one request. Yields `(status, headers)` first, then body chunks.
 
     Errors (status 400 and above) are yielded in OpenAI's shape. An app that raises before it sent anything yields a 500.
     Afterwards an event stream ends in an error event; any other body raises `TruncatedReplyError`. Closing the generator
-    tells the app that the client left. `context` is the context that the app's task runs in.
+    tells the app that the client left; so does `left`, when the reply is nobody's any more. `context` is the context that the
+    app's task runs in.
     """
-    call = _AppCall(app, request, context)
+    left = left or asyncio.Event()
+    call = _AppCall(app, request, context, left)
     try:
         start = await call.start()
+        if start is None and left.is_set():
+            return
         if start is None:
             log.error("app_failed_before_reply", path=request.path, cause=_told(call.failure()))
             yield 500, list(JSON_HEADERS)
@@ -198,7 +208,7 @@ async def run_app(
                 yield reshape_events(chunk)
                 return  # vLLM goes on to `[DONE]`, as if the answer were complete
             yield chunk
-        if call.is_complete:
+        if call.is_complete or left.is_set():
             return
         log.error("app_failed_within_reply", path=request.path, cause=_told(call.failure()))
         if not is_stream:

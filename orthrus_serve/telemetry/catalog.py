@@ -29,6 +29,8 @@ Refusal = Literal[
     "goal_unreachable",
     "unknown_arm",
 ]
+# What a request that was answered with a 401 carried.
+BadKey = Literal["missing", "unknown"]
 GoalName = Literal["ttft", "e2e"]
 GoalResult = Literal["met", "missed"]
 # What a token of a step was for.
@@ -68,6 +70,7 @@ Fetch = Literal["accepted", "late", "refused"]
 # is empty where there are no arms; `adapter` takes those of the adapters; `target` is an engine replica's id, and ends with it.
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "kind": get_args(RequestKind),
+    "key": get_args(BadKey),
     "goal": get_args(GoalName),
     "adapter": (),
     "arm": (),
@@ -311,6 +314,13 @@ MIRRORED = Metric(
 REFUSALS = Metric(
     "orthrus_refusals_total", "counter", "refusals", ("kind", "reason"), "Requests that were not let in, by reason."
 )
+UNAUTHORIZED = Metric(
+    "orthrus_unauthorized_requests_total",
+    "counter",
+    "requests",
+    ("key",),
+    "Requests of any kind that were answered with a 401 before they were read (api_keys), by what was wrong with their key.",
+)
 GOALS = Metric(
     "orthrus_goals_total",
     "counter",
@@ -357,7 +367,8 @@ CATALOG: tuple[Metric, ...] = (
     RUNNING_REQUESTS, WAITING_REQUESTS, HELD_REQUESTS, REMAINING_TOKENS, OLDEST_WAIT, POOLING_STATES, KV_USAGE, POLICY_INFO,
     USED_ADAPTERS, ADAPTER_PLACES, ADAPTER_REQUESTS, ADAPTER_WAITS, STAGE, FETCHES,
     # how requests went
-    REQUESTS, REQUEST_DURATION, FIRST_TOKEN, FRONT_WAIT, IN_FLIGHT, RETRIES, HANDOVERS, MIRRORED, REFUSALS, GOALS,
+    REQUESTS, REQUEST_DURATION, FIRST_TOKEN, FRONT_WAIT, IN_FLIGHT, RETRIES, HANDOVERS, MIRRORED, REFUSALS,
+    UNAUTHORIZED, GOALS,
     # how they were routed
     ROUTED, REPLICA_LOAD, IMBALANCE, REPLICAS, QUARANTINED, QUARANTINES, SILENT, CHARGED_TOKENS, DRIFT_TOKENS,
 )  # fmt: skip

@@ -54,10 +54,12 @@ Answer = Vectors | Tokens | Refusal
 
 
 class Client:
-    """Asks one server."""
+    """Asks one server, or one arm of it."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, arm: str = "") -> None:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        if arm:
+            headers["x-orthrus-arm"] = arm
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT_S, limits=limits)
 

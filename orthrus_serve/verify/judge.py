@@ -9,6 +9,7 @@ import numpy as np
 
 from orthrus_serve.config.schema import AdapterSpec
 from orthrus_serve.reference.decoder import ReferenceDecoder
+from orthrus_serve.reference.embedder import ReferenceEmbedder
 from orthrus_serve.verify.cases import Ask, EmbedAsk, GenerateAsk, RefusedAsk
 from orthrus_serve.verify.client import Answer, Refusal, Tokens, Vectors
 from orthrus_serve.verify.compare import Finding, Floats, Tolerance, compare_tokens, compare_vector
@@ -17,8 +18,16 @@ from orthrus_serve.verify.compare import Finding, Floats, Tolerance, compare_tok
 class Judge:
     """Knows the reference and what is near enough."""
 
-    def __init__(self, reference: ReferenceDecoder, adapters: Mapping[str, AdapterSpec], tolerance: Tolerance) -> None:
+    def __init__(
+        self,
+        reference: ReferenceDecoder,
+        adapters: Mapping[str, AdapterSpec],
+        tolerance: Tolerance,
+        embedder: ReferenceEmbedder | None = None,
+    ) -> None:
+        """`embedder` answers for every name that embeds and is no adapter."""
         self._reference, self._adapters, self._tolerance = reference, adapters, tolerance
+        self._embedder = embedder
         self._known: dict[tuple[object, ...], Floats] = {}
 
     def judge(self, ask: Ask, answer: Answer) -> list[Finding]:
@@ -45,7 +54,11 @@ class Judge:
 
     def _vector(self, ask: EmbedAsk, token_ids: tuple[int, ...]) -> Floats:
         key = (ask.adapter, token_ids, ask.normalize, ask.dimensions)
-        if key not in self._known:
+        if key not in self._known and ask.adapter not in self._adapters:
+            assert self._embedder is not None
+            whole = self._embedder.vector(token_ids, normalize=ask.normalize, dimensions=ask.dimensions)
+            self._known[key] = whole.numpy()
+        elif key not in self._known:
             spec = self._adapters[ask.adapter]
             self._known[key] = self._reference.vector(
                 token_ids, ask.adapter, pooling=spec.pooling, normalize=ask.normalize,

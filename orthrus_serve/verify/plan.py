@@ -77,28 +77,48 @@ class Prompts:
         self._random.shuffle(asks)
 
 
-def plan(server: Server, prompts: Prompts) -> list[list[Ask]]:
-    """Everything to be asked: each entry is sent at once, one entry after the other."""
+@dataclass(frozen=True)
+class Embeds:
+    """A name that embeds, and what its model takes.
+
+    Attributes:
+        server: with the longest context of the model that embeds.
+        prompts: of that model's vocabulary.
+        closing: tokens that its tokenizer puts at the end of every text, also of one that is cut.
+    """
+
+    name: str
+    spec: AdapterSpec
+    server: Server
+    prompts: Prompts
+    closing: tuple[int, ...] = ()
+
+
+def plan(server: Server, prompts: Prompts, own: Sequence[Embeds] = ()) -> list[list[Ask]]:
+    """Everything to be asked: each entry is sent at once, one entry after the other. `own` embeds with a model of its own,
+    beside the adapters."""
+    embeds = [*(Embeds(name, spec, server, prompts) for name, spec in server.args.adapters.items()), *own]
     generators = [(server.args.model.name, None), *((name, name) for name in server.args.generate_adapters)]
     alone: list[Ask] = []
-    for name, spec in server.args.adapters.items():
-        alone += _Embeddings(server, name, spec, prompts).alone()
+    for one in embeds:
+        alone += _Embeddings(one).alone()
     for name, adapter in generators:
         alone += _generations(server, name, adapter, prompts)
-    mixed = _mixed(server, generators, prompts)
+    mixed = _mixed(server, generators, prompts, embeds)
     again = [replace(ask, case="mixed, repeated") for ask in mixed]  # prefixes are cached now
     last = [GenerateAsk("alone, afterwards", name, adapter, _ids(prompts.ids(20))) for name, adapter in generators]
     return [*([ask] for ask in alone), mixed, again, *([ask] for ask in last)]
 
 
 class _Embeddings:
-    """The cases of one embedding adapter."""
+    """The cases of one name that embeds."""
 
-    def __init__(self, server: Server, name: str, spec: AdapterSpec, prompts: Prompts) -> None:
-        self._server, self._name, self._spec, self._prompts = server, name, spec, prompts
-        self._room = int(spec.append_eos)
-        self._limit = server.limit(spec)
-        self._longest = server.to_ask(self._limit)
+    def __init__(self, one: Embeds) -> None:
+        self._server, self._name, self._spec, self._prompts = one.server, one.name, one.spec, one.prompts
+        self._closing = one.closing
+        self._room = int(one.spec.append_eos)
+        self._limit = one.server.limit(one.spec)
+        self._longest = one.server.to_ask(self._limit)
 
     def alone(self) -> Iterator[Ask]:
         """Everything that is asked while nothing else runs."""
@@ -150,7 +170,8 @@ class _Embeddings:
             yield self._ask("truncated", one, truncate_prompt_tokens=kept)
         text = self._prompts.text(min(60, self._longest))
         kept = max(2, len(text.token_ids) // 2)
-        yield self._ask("truncated", Input(text.sent, self._first(text.token_ids, kept)), truncate_prompt_tokens=kept)
+        first = (*self._first(text.token_ids, kept - len(self._closing)), *self._closing)
+        yield self._ask("truncated", Input(text.sent, first), truncate_prompt_tokens=kept)
 
     def _repeated(self) -> Iterator[Ask]:
         """Read from the prefix cache where that is right, computed anew where it is not."""
@@ -193,10 +214,12 @@ def _generations(server: Server, name: str, adapter: str | None, prompts: Prompt
         yield GenerateAsk("repeated, shared prefix", name, adapter, _ids(ids), NUM_LAST_TOKENS)
 
 
-def _mixed(server: Server, generators: Sequence[tuple[str, str | None]], prompts: Prompts) -> list[Ask]:
+def _mixed(
+    server: Server, generators: Sequence[tuple[str, str | None]], prompts: Prompts, embeds: Sequence[Embeds]
+) -> list[Ask]:
     asks: list[Ask] = []
-    for name, spec in server.args.adapters.items():
-        asks += _Embeddings(server, name, spec, prompts).mixed()
+    for one in embeds:
+        asks += _Embeddings(one).mixed()
     longest = server.to_ask(min(3 * server.token_budget, server.max_model_len - NUM_MIXED_TOKENS))
     for name, adapter in generators:
         for _ in range(MIXED_GENERATIONS):

@@ -6,7 +6,7 @@ Guards: a server that does not serve the names of the configuration is not verif
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from orthrus_serve.config.load import parse_args, read_serve_file
-from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.config.schema import AdapterSpec, AppArgs
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.reference.decoder import ReferenceDecoder
+from orthrus_serve.reference.embedder import ReferenceEmbedder, how_it_pools
 from orthrus_serve.verify.cases import Ask
 from orthrus_serve.verify.client import Answer, Client, NotVerifiableError
 from orthrus_serve.verify.compare import TOLERANCES, Tolerance
 from orthrus_serve.verify.judge import Judge
-from orthrus_serve.verify.plan import Prompts, Server, plan
+from orthrus_serve.verify.plan import Embeds, Prompts, Server, plan
 from orthrus_serve.verify.report import Row, make_row, table, verdict
 
 EXIT_EQUAL, EXIT_DEVIATES = 0, 1
@@ -31,7 +32,8 @@ DEFAULT_TOKEN_BUDGET = 2048
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """One verification. `max_tokens` bounds the inputs where the context is longer than there is patience for."""
+    """One verification. `max_tokens` bounds the inputs where the context is longer than there is patience for; `arm` None means
+    every arm, one after the other."""
 
     url: str
     args: AppArgs
@@ -40,6 +42,7 @@ class VerifySettings:
     seed: int = 1
     max_tokens: int | None = None
     api_key: str | None = None
+    arm: str | None = None
 
 
 def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -77,61 +80,128 @@ def settings_of(options: argparse.Namespace) -> VerifySettings:
             key = Path(options.api_key_file).expanduser().read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"--api-key-file: {options.api_key_file}: {error.strerror}") from error
-    return VerifySettings(options.url, args, tolerance, options.device, options.seed, options.max_tokens, key)
+    return VerifySettings(
+        options.url, args, tolerance, options.device, options.seed, options.max_tokens, key, options.arm
+    )
 
 
 def verify(settings: VerifySettings, say: Callable[[str], None]) -> list[Row]:
-    """Asks everything, then computes what the answers should have been. One row for each case and name.
+    """Asks everything, of every arm where there are arms, then computes what the answers should have been. One row for each
+    case and name.
 
     Raises:
+        ConfigError: no such arm; an embedder that does not say how it pools.
         NotVerifiableError: the server cannot be asked, or serves other names.
     """
-    return asyncio.run(_verify(settings, say))
-
-
-async def _verify(settings: VerifySettings, say: Callable[[str], None]) -> list[Row]:
-    client = Client(settings.url, settings.api_key)
-    try:
-        server, prompts = await _prepare(client, settings)
-        stages = plan(server, prompts)
-        say(f"asking {settings.url} {sum(len(stage) for stage in stages)} requests")
-        answered: list[tuple[Ask, Answer]] = []
-        for stage in stages:
-            answers = await asyncio.gather(*(client.ask(ask) for ask in stage))
-            answered += zip(stage, answers, strict=True)
-    finally:
-        await client.close()
+    by_arm = settings.args.by_arm
+    if settings.arm is not None:
+        if settings.arm not in settings.args.arms:
+            raise ConfigError(f"--arm: {settings.arm!r} is none of the file's arms ({', '.join(settings.args.arms)})")
+        by_arm = {settings.arm: by_arm[settings.arm]}
+    embedders = {arm: _embedder(args, settings.device) for arm, args in by_arm.items()}
+    answered = asyncio.run(_ask_all(settings, by_arm, embedders, say))
     say("computing the reference")
     specs = {**settings.args.adapters, **settings.args.generate_adapters}
     folders = {name: spec.path for name, spec in specs.items()}
     reference = ReferenceDecoder.load(settings.args.model.path, folders, device=settings.device)
-    judge = Judge(reference, settings.args.adapters, settings.tolerance)
-    return rows_of(judge, answered)
+    rows: list[Row] = []
+    for arm, args in by_arm.items():
+        judge = Judge(reference, args.adapters, settings.tolerance, embedders[arm])
+        rows += rows_of(judge, answered[arm], arm)
+    return rows
 
 
-def rows_of(judge: Judge, answered: Sequence[tuple[Ask, Answer]]) -> list[Row]:
-    """One row for each case and name, in the order in which they were asked first."""
+def compared_lines(args: AppArgs) -> list[str]:
+    """What each name is held against, one line each."""
+    lines = [f"{args.model.name}: the model in {args.model.path}"]
+    for name, spec in args.adapters.items():
+        lines.append(f"{name}: that model with the adapter in {spec.path}, pooling {spec.pooling}")
+    lines += [f"{name}: that model with the adapter in {spec.path}" for name, spec in args.generate_adapters.items()]
+    if args.embedder is not None:
+        pooling, _ = how_it_pools(args.embedder)
+        lines.append(f"{args.embedder.name}: another model, in {args.embedder.path}, pooling {pooling}")
+    return lines
+
+
+def rows_of(judge: Judge, answered: Sequence[tuple[Ask, Answer]], arm: str = "") -> list[Row]:
+    """One row for each case and name, in the order in which they were asked first. Names tell their arm, where it has one."""
     found: dict[tuple[str, str], list[Any]] = {}
     for ask, answer in answered:
         found.setdefault((ask.case, ask.model), []).extend(judge.judge(ask, answer))
-    return [make_row(case, model, findings) for (case, model), findings in found.items()]
+    of_arm = f" (arm {arm})" if arm else ""
+    return [make_row(case, model + of_arm, findings) for (case, model), findings in found.items()]
 
 
-async def _prepare(client: Client, settings: VerifySettings) -> tuple[Server, Prompts]:
-    args = settings.args
+def _embedder(args: AppArgs, device: str) -> ReferenceEmbedder | None:
+    return None if args.embedder is None else ReferenceEmbedder.load(args.embedder, device=device)
+
+
+async def _ask_all(
+    settings: VerifySettings,
+    by_arm: Mapping[str, AppArgs],
+    embedders: Mapping[str, ReferenceEmbedder | None],
+    say: Callable[[str], None],
+) -> dict[str, list[tuple[Ask, Answer]]]:
+    answered: dict[str, list[tuple[Ask, Answer]]] = {}
+    for arm, args in by_arm.items():
+        client = Client(settings.url, settings.api_key, arm)
+        try:
+            stages = await _prepare(client, settings, args, embedders[arm])
+            of_arm = f" of arm {arm}" if arm else ""
+            say(f"asking {settings.url} {sum(len(stage) for stage in stages)} requests{of_arm}")
+            say("\n".join(f"  {line}" for line in compared_lines(args)))
+            answered[arm] = []
+            for stage in stages:
+                answers = await asyncio.gather(*(client.ask(ask) for ask in stage))
+                answered[arm] += zip(stage, answers, strict=True)
+        finally:
+            await client.close()
+    return answered
+
+
+async def _prepare(
+    client: Client, settings: VerifySettings, args: AppArgs, embedder: ReferenceEmbedder | None
+) -> list[list[Ask]]:
     served = await client.models()
-    wanted = [args.model.name, *args.adapters, *args.generate_adapters]
+    own = [] if args.embedder is None else [args.embedder.name]
+    wanted = [args.model.name, *args.adapters, *own, *args.generate_adapters]
     missing = [name for name in wanted if name not in served]
     if missing:
         raise NotVerifiableError(f"{settings.url} serves {', '.join(served)}, and not {', '.join(missing)}")
-    max_model_len = served[args.model.name] or args.vllm.get("max_model_len")
-    if not isinstance(max_model_len, int):
-        raise NotVerifiableError(f"{settings.url} does not tell its max_model_len; put it into the file's vllm section")
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model.path)
     budget = args.vllm.get("max_num_batched_tokens", DEFAULT_TOKEN_BUDGET)
-    server = Server(args, max_model_len, budget, tokenizer.eos_token_id, settings.max_tokens)
-    prompts = Prompts(_words(tokenizer), tokenizer.decode, lambda text: tokenizer(text).input_ids, settings.seed)
-    return server, prompts
+    longest = _longest(args.model.name, served, args.vllm, settings.url)
+    server = Server(args, longest, budget, tokenizer.eos_token_id, settings.max_tokens)
+    embeds = [] if embedder is None else [_own_embedder(server, embedder, served, settings)]
+    return plan(server, _prompts(tokenizer, settings.seed), embeds)
+
+
+def _own_embedder(
+    server: Server, embedder: ReferenceEmbedder, served: Mapping[str, int | None], settings: VerifySettings
+) -> Embeds:
+    spec = server.args.embedder
+    assert spec is not None
+    tokenizer: Any = AutoTokenizer.from_pretrained(spec.path)
+    longest = _longest(spec.name, served, spec.vllm, settings.url)
+    # It embeds up to its whole context, and nothing is computed in chunks.
+    of_its_own = replace(server, max_model_len=longest + 1, token_budget=longest, eos_id=None)
+    asked = AdapterSpec(
+        path=spec.path, normalize=embedder.normalizes, append_eos=False, dimensions=spec.dimensions, pooling="mean"
+    )
+    closing = tokenizer("a").input_ids[-1:] if tokenizer("").input_ids else []
+    closing = tuple(token for token in closing if token in tokenizer.all_special_ids)
+    return Embeds(spec.name, asked, of_its_own, _prompts(tokenizer, settings.seed), closing)
+
+
+def _longest(name: str, served: Mapping[str, int | None], vllm: Mapping[str, Any], url: str) -> int:
+    longest = served[name] or vllm.get("max_model_len")
+    if not isinstance(longest, int):
+        raise NotVerifiableError(f"{url} does not tell the max_model_len of {name}; put it into its vllm section")
+    return longest
+
+
+def _prompts(tokenizer: Any, seed: int) -> Prompts:
+    return Prompts(_words(tokenizer), tokenizer.decode, lambda text: tokenizer(text).input_ids, seed)
 
 
 def _words(tokenizer: Any) -> list[int]:

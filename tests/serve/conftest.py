@@ -15,6 +15,8 @@ import pytest
 
 # Before Ray is imported: by default it would ask for a token, also between the processes of a local cluster.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# By default Ray's workers yield to everybody else, here to the clients: an engine that starts beside them would starve.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as Ray spells it
 
 import ray
 from ray import serve
@@ -24,6 +26,7 @@ from orthrus_serve.app import build, compose
 from orthrus_serve.config.schema import AppArgs
 from tests.serve.collector import Collector, running_collector
 from tests.serve.fakes import start_fake
+from tests.serve.neighbour import Neighbour
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_ARGS: dict[str, Any] = {
@@ -127,6 +130,16 @@ def client(fake: App) -> Iterator[httpx.Client]:
     """An HTTP client of the fake application."""
     with httpx.Client(base_url=fake.url, timeout=30) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def neighbour(http: httpx.Client) -> Iterator[Neighbour]:
+    """Asks the module's own server (`http`) the same all the while, and must get the same."""
+    asking = Neighbour(http)
+    yield asking
+    asking.stop()
+    assert asking.wrong == []
+    assert asking.num_asked > 3
 
 
 @pytest.fixture(scope="session")

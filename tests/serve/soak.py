@@ -1,8 +1,8 @@
-"""A soak: mixed traffic at saturation on two real engines, with a fault every few seconds. `make soak`.
+"""A soak: mixed traffic on two real engines that preempt, with one fault after the other. `make soak`.
 
 Proves that nothing admitted is left without an outcome, that no answer is wrong, and that nothing leaks: memory, open files,
 charges, requests in an engine. Engines, Fronts and clients share the cores of this machine, and a lost engine takes minutes to
-come back beside clients that leave none of them idle: this is for hours, not for every change.
+come back beside clients that leave none of them idle: so clients think between requests. `test_soak.py` is a short form.
 """
 
 import argparse
@@ -24,20 +24,24 @@ from orthrus_serve.app import build
 from tests.engine.harness import make_tiny_model
 from tests.serve.conftest import TINY_VLLM, App, local_serve
 from tests.serve.soak_clients import Clients, Ended, learn_answers, make_known
-from tests.serve.soak_faults import Faults, front_pids
+from tests.serve.soak_faults import WELL_WITHIN_S, Faults, NotWellError, front_pids
 
 NUM_ENGINES, NUM_FRONTS = 2, 2
 NUM_USUAL, NUM_ODD = 6, 2
+THINK_S = 0.5
 BETWEEN_FAULTS_S = 3.0
+# How long clients ask before anything is measured or happens.
+WARM_UP_S = 20.0
+SAMPLE_GAP_S = 20.0
 
 
 @dataclass(frozen=True)
 class Injected:
-    """A fault, when it was, and how long until all was well."""
+    """A fault, when it was, and how long until all was well; None: it was not in time, and no fault came after it."""
 
     what: str
     at_s: float
-    well_after_s: float
+    well_after_s: float | None
 
 
 def args_of(model: Path, adapter: Path) -> dict[str, Any]:
@@ -56,19 +60,36 @@ def args_of(model: Path, adapter: Path) -> dict[str, Any]:
 
 
 def usage_of(app: App) -> dict[int, dict[str, Any]]:
-    """Memory (bytes) and open files of every Front, replica and core, by process id."""
+    """Memory (bytes), open files and sockets of the proxy and of every Front, replica and core, by process id."""
     found: dict[int, dict[str, Any]] = {}
-    engines = [info["pid"] for info in app.info("Engine")]
-    for pid in [*front_pids(app), *engines]:
-        role = "replica" if pid in engines else "Front"
+    roles = dict.fromkeys(front_pids(app), "Front") | {info["pid"]: "replica" for info in app.info("Engine")}
+    (raylet,) = {psutil.Process(pid).ppid() for pid in roles}
+    roles |= {p.pid: "proxy" for p in psutil.Process(raylet).children() if "ProxyActor" in " ".join(p.cmdline())}
+    for pid, role in roles.items():
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            what = role if process.pid == pid else f"{role}'s child"
-            rss = process.memory_info().rss
-            found[process.pid] = {"what": what, "rss_bytes": rss, "files": process.num_fds()}
+            found[process.pid] = {
+                "what": role if process.pid == pid else f"{role}'s child",
+                "rss_bytes": process.memory_info().rss,
+                "files": process.num_fds(),
+                "sockets": len(process.net_connections(kind="all")),
+            }
     return found
 
 
-async def soak(app: App, seconds: float, seed: int, faults: list[str] | None = None) -> dict[str, Any]:
+def state_of(app: App) -> dict[str, Any]:
+    """What ledgers and engines hold now."""
+    fronts = [{key: info[key] for key in ("open", "tokens", "loads", "quarantined")} for info in app.info("Front")]
+    reported = ("running", "waiting", "pooling_states", "kv_blocks", "kv_free_blocks")
+    engines = [
+        {"open": info["open"], "in_engine": info["in_engine"], **{key: info["report"].get(key) for key in reported}}
+        for info in app.info("Engine")
+    ]
+    return {"Fronts": fronts, "engines": engines}
+
+
+async def soak(
+    app: App, seconds: float, seed: int, think_s: float = THINK_S, faults: list[str] | None = None
+) -> dict[str, Any]:
     """Runs for about so long, one fault after the other in a random order that repeats; returns everything that was seen.
 
     Args:
@@ -78,50 +99,79 @@ async def soak(app: App, seconds: float, seed: int, faults: list[str] | None = N
     injector = Faults(app, NUM_ENGINES, NUM_FRONTS, seed)
     await injector.until_well()
     known = await learn_answers(app.url, make_known(rng))
-    clients = Clients(app.url, known, seed)
+    calm = await asyncio.to_thread(state_of, app)
+    clients = Clients(app.url, known, seed, think_s)
     running = asyncio.create_task(clients.run(NUM_USUAL, NUM_ODD))
-    began_s, injected = time.monotonic(), list[Injected]()
-    await asyncio.sleep(BETWEEN_FAULTS_S)
+    began_s = time.monotonic()
+    await asyncio.sleep(WARM_UP_S)
     warm = await asyncio.to_thread(usage_of, app)
-    to_come: list[str] = []
-    names = faults or list(injector.by_name)
-    while time.monotonic() - began_s < seconds or len(injected) < len(names):
-        if not to_come:
-            to_come = rng.sample(names, len(names))
-        what, at_s = to_come.pop(), time.monotonic()
-        injected.append(Injected(what, at_s - began_s, await injector.inject(what)))
-        sys.stderr.write(f"{injected[-1]} {clients.notes.counts()}\n")
-        await asyncio.sleep(BETWEEN_FAULTS_S)
+    memory: list[dict[str, int]] = []
+    sampling = asyncio.create_task(_sample_memory(list(warm), memory))
+    injected = await _inject_for(seconds, injector, clients, rng, faults or list(injector.by_name))
     clients.stop()
+    sampling.cancel()
     await running
     await injector.until_at_rest()
     end = await asyncio.to_thread(usage_of, app)
     return {
         "seconds": time.monotonic() - began_s,
         "seed": seed,
-        "began_s": began_s,
+        "think_s": think_s,
+        "clients": [NUM_USUAL, NUM_ODD],
         "requests": clients.notes.counts(),
-        "faults": _by_fault(injected, clients.notes.ended, began_s),
-        "unmeant": [vars(one) for one in clients.notes.of("wrong", "broken")],
+        "by_client": clients.notes.by_what(),
+        "faults": _by_fault(injected, clients.notes.ended),
+        "unmeant": [vars(one) for one in clients.notes.of("wrong", "broken", "none")],
         "injected": [vars(one) for one in injected],
         "usage": {
-            str(pid): {**warm[pid], "rss_bytes_at_end": end[pid]["rss_bytes"], "files_at_end": end[pid]["files"]}
+            str(pid): {**warm[pid], **{f"{key}_at_end": end[pid][key] for key in ("rss_bytes", "files", "sockets")}}
             for pid in warm
             if pid in end
         },
+        "memory": memory,
         "processes": {"warm": len(warm), "end": len(end)},
+        "state_before": calm,
+        "state_after": await asyncio.to_thread(state_of, app),
     }
 
 
-def _by_fault(injected: list[Injected], ended: list[Ended], began_s: float) -> dict[str, Any]:
-    """For each kind of fault: how often, the longest until all was well, and ends of requests begun while it was not."""
+async def _sample_memory(pids: list[int], samples: list[dict[str, int]]) -> None:
+    """Appends the memory (bytes) of those processes that are still there, every few seconds."""
+    while True:
+        samples.append({str(pid): psutil.Process(pid).memory_info().rss for pid in pids if psutil.pid_exists(pid)})
+        await asyncio.sleep(SAMPLE_GAP_S)
+
+
+async def _inject_for(
+    seconds: float, injector: Faults, clients: Clients, rng: random.Random, names: list[str]
+) -> list[Injected]:
+    """One fault after the other for so long, and each at least once; ends early when the application does not recover."""
+    began_s, injected = time.monotonic(), list[Injected]()
+    to_come: list[str] = []
+    while time.monotonic() - began_s < seconds or len(injected) < len(names):
+        if not to_come:
+            to_come = rng.sample(names, len(names))
+        what, at_s = to_come.pop(), time.monotonic()
+        try:
+            injected.append(Injected(what, at_s, await injector.inject(what)))
+        except NotWellError as error:
+            injected.append(Injected(what, at_s, None))
+            sys.stderr.write(f"{error}\n")
+            break
+        sys.stderr.write(f"{injected[-1]} {clients.notes.counts()}\n")
+        await asyncio.sleep(BETWEEN_FAULTS_S)
+    return injected
+
+
+def _by_fault(injected: list[Injected], ended: list[Ended]) -> dict[str, Any]:
+    """For each kind of fault: how often, the longest until all was well, and how requests ended that were open meanwhile."""
     table: dict[str, Any] = {}
     for fault in injected:
         row = table.setdefault(fault.what, {"times": 0, "longest_s": 0.0, "ends": Counter()})
         row["times"] += 1
-        row["longest_s"] = max(row["longest_s"], round(fault.well_after_s, 1))
-        from_s = began_s + fault.at_s - 5.0  # those that were running then, too
-        row["ends"].update(one.end for one in ended if from_s <= one.at_s <= began_s + fault.at_s + fault.well_after_s)
+        took_s = WELL_WITHIN_S if fault.well_after_s is None else fault.well_after_s
+        row["longest_s"] = max(row["longest_s"], round(took_s, 1))
+        row["ends"].update(one.end for one in ended if one.ended_s >= fault.at_s and one.at_s <= fault.at_s + took_s)
     return {what: {**row, "ends": dict(row["ends"])} for what, row in table.items()}
 
 
@@ -129,17 +179,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--think-s", type=float, default=THINK_S, help="mean pause of a client between its requests")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder, local_serve() as url:
         tiny = make_tiny_model(Path(folder))
         serve.run(build(args_of(tiny.model, tiny.adapter)), name="soak", route_prefix="/soak")
-        found = asyncio.run(soak(App("soak", f"{url}/soak"), options.seconds, options.seed))
+        found = asyncio.run(soak(App("soak", f"{url}/soak"), options.seconds, options.seed, options.think_s))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({**found, "unmeant": found["unmeant"][:20], "injected": None}, indent=1) + "\n")
-    return 1 if found["requests"].get("wrong") else 0
+    sys.stdout.write(json.dumps({**found, "unmeant": found["unmeant"][:20]}, indent=1) + "\n")
+    lost = [end for end in ("wrong", "none") if found["requests"].get(end)]
+    return 1 if lost or any(one["well_after_s"] is None for one in found["injected"]) else 0
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import aiohttp
 from tests.engine.harness import token_ids
 
 # How a request ended for its client: the right answer · a wrong one · refused as it should be · told to come back · a stream
-# cut with an error event · given up by the client itself · anything else, which nobody should meet.
-End = Literal["right", "wrong", "refused", "unavailable", "cut", "left", "broken"]
+# cut with an error event · given up by the client itself · an end that is none of these (the proxy's 500, a closed connection),
+# which only the clients of a killed Front should meet · no end at all, which nobody may meet.
+End = Literal["right", "wrong", "refused", "unavailable", "cut", "left", "broken", "none"]
 EMBED, COMPLETE, CHAT = "/v1/embeddings", "/v1/completions", "/v1/chat/completions"
 LEAST_COSINE = 0.9999
 SLOWEST_S = 240.0
@@ -53,9 +54,10 @@ class Known:
 
 @dataclass
 class Ended:
-    """How one request ended, and when it began."""
+    """How one request ended, when it began, and when it was over."""
 
     at_s: float
+    ended_s: float
     what: str
     end: End
     detail: str = ""
@@ -69,6 +71,13 @@ class Notes:
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(one.end for one in self.ended))
+
+    def by_what(self) -> dict[str, dict[str, int]]:
+        """How those of each kind of client, or of request, ended."""
+        found: dict[str, Counter[str]] = {}
+        for one in self.ended:
+            found.setdefault(one.what.partition(" {")[0], Counter())[one.end] += 1
+        return {what: dict(ends) for what, ends in found.items()}
 
     def of(self, *ends: End) -> list[Ended]:
         return [one for one in self.ended if one.end in ends]
@@ -143,10 +152,12 @@ def _cosine(one: list[float], other: list[float]) -> float:
 class Clients:
     """All clients of a soak. Run until told to stop; then each finishes what it asked."""
 
-    def __init__(self, url: str, known: list[Known], seed: int) -> None:
+    def __init__(self, url: str, known: list[Known], seed: int, think_s: float) -> None:
+        """A client thinks for up to twice `think_s` before its next request."""
         self._url = url
         self._known = known
         self._seed = seed
+        self._think_s = think_s
         self._stopping = False
         self.notes = Notes()
 
@@ -177,14 +188,16 @@ class Clients:
             began_s = time.monotonic()
             try:
                 await act(session, rng)
-            except (aiohttp.ClientError, OSError, TimeoutError, EOFError) as error:
-                self._note(began_s, act.__name__, "broken", repr(error)[:300])
+            except TimeoutError as error:
+                self._note(began_s, act.__name__, "none", repr(error))
+            except (aiohttp.ClientError, OSError, EOFError) as error:
+                self._note(began_s, act.__name__, "broken", repr(error))
             # A server that is refilling its pool answers at once; nobody asks it a thousand times a second.
-            if self.notes.ended and self.notes.ended[-1].end in ("unavailable", "broken"):
-                await asyncio.sleep(0.2)
+            is_turned_away = bool(self.notes.ended) and self.notes.ended[-1].end in ("unavailable", "broken")
+            await asyncio.sleep(rng.uniform(0, 2 * self._think_s) + (1.0 if is_turned_away else 0.0))
 
     def _note(self, began_s: float, what: str, end: End, detail: Any = "") -> None:
-        self.notes.ended.append(Ended(began_s, what, end, str(detail)[:300]))
+        self.notes.ended.append(Ended(began_s, time.monotonic(), what, end, str(detail)[:300]))
 
     async def _asks(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
         known, began_s = rng.choice(self._known), time.monotonic()

@@ -10,16 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from ray import serve
 
 from orthrus_serve.app import build
 from tests.serve.conftest import TINY_VLLM, App
+from tests.serve.soak_faults import core_of
 from tests.serve.test_fake_app import leave_when, until
+from tests.serve.test_verify import verify
 
 pytest.importorskip("nixl")
 
@@ -29,9 +31,8 @@ NUM_CLIENTS = 8
 WHOLE = {"topology": "hetero_fcfs"}  # the same engines, and nothing is handed over
 
 
-@pytest.fixture(scope="module")
-def app(serve_url: str, tiny: Any) -> Iterator[App]:
-    args = {
+def args_of(tiny: Any) -> dict[str, Any]:
+    return {
         "topology": "disagg_pd",
         "num_replicas": 2,
         "disagg_pd": {"prefill": 1, "decode": 1},
@@ -46,7 +47,11 @@ def app(serve_url: str, tiny: Any) -> Iterator[App]:
         "limits": {"max_inputs": 64, "max_n": 8},
         "vllm": TINY_VLLM,
     }
-    serve.run(build(args), name="pd", route_prefix="/pd")
+
+
+@pytest.fixture(scope="module")
+def app(serve_url: str, tiny: Any) -> Iterator[App]:
+    serve.run(build(args_of(tiny)), name="pd", route_prefix="/pd")
     yield App("pd", f"{serve_url}/pd")
     serve.delete("pd", _blocking=False)
 
@@ -120,6 +125,7 @@ def answered(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
+@pytest.mark.timeout(600)  # both engines start first
 def test_two_hundred_answers_are_those_without_streamed_and_not(app: App, http: httpx.Client, tiny: Any) -> None:
     rng = random.Random(8)
     lengths = [rng.choice([rng.randint(1, 40), rng.randint(100, 300)]) for _ in range(200)]
@@ -286,13 +292,20 @@ class Load:
             self.wrong.append((answer.status_code, answer.text[:300]))
 
 
+def test_verify_finds_every_answer_equal_to_the_reference(
+    app: App, http: httpx.Client, tiny: Any, tmp_path: Path
+) -> None:
+    before = prefilled(http)
+    assert verify(app.url, tmp_path, args_of(tiny)) == (0, {})
+    # Prompts were prefilled on the one side, and the answers came from the other.
+    assert prefilled(http)["prefill"] - before["prefill"] > 1000
+
+
 def kill(engine: dict[str, Any], app: App, *, only_core: bool) -> None:
     (pid,) = [info["pid"] for info in app.info("Engine") if info["replica"] == engine["replica"]]
-    process = psutil.Process(pid)
-    cores = [child for child in process.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
-    assert cores
-    for victim in cores if only_core else [process, *cores]:
-        os.kill(victim.pid, signal.SIGKILL)
+    core = core_of(pid).pid
+    for victim in [core] if only_core else [pid, core]:
+        os.kill(victim, signal.SIGKILL)
 
 
 def are_back(http: httpx.Client, killed: str) -> bool:

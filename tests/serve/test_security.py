@@ -18,8 +18,9 @@ from ray import serve
 
 from orthrus_serve.app import build
 from tests.serve.conftest import TINY_VLLM, App, log_folder
+from tests.serve.neighbour import Neighbour
+from tests.serve.soak_faults import core_of
 from tests.serve.test_fake_app import in_engine, until
-from tests.serve.test_real_app import Neighbour
 
 EMBED, COMPLETE, CHAT = "/v1/embeddings", "/v1/completions", "/v1/chat/completions"
 KEY = "sk-marker-4f1c0a77"
@@ -126,11 +127,7 @@ def test_http_listens_where_the_file_says_and_engines_open_nothing_to_the_networ
             everywhere += [ip for ip, port in listening(process) if port == url.port]
     assert everywhere == ["127.0.0.1"]
     (info,) = locked.info("Engine")
-    processes = psutil.Process(info["pid"]).children(recursive=True)
-    core = [child for child in processes if "EngineCore" in " ".join(child.cmdline())]
-    assert core
-    for child in core:
-        assert {ip for ip, _ in listening(child)} <= loopback
+    assert {ip for ip, _ in listening(core_of(info["pid"]))} <= loopback
 
 
 # --- anything at all ------------------------------------------------------------------------------------------------
@@ -176,16 +173,6 @@ SLOW = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-@pytest.fixture(scope="module")
-def neighbour(http: httpx.Client) -> Iterator[Neighbour]:
-    """Asks the same all the while, and must get the same."""
-    asking = Neighbour(http)
-    yield asking
-    asking.stop()
-    assert asking.wrong == []
-    assert asking.num_asked > 3
 
 
 def check(answer: httpx.Response) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from ray import serve
 
 from orthrus_serve.app import build
 from tests.serve.conftest import TINY_VLLM, App
+from tests.serve.soak_faults import cores_of
 from tests.serve.test_fake_app import until
 from tests.serve.test_routing import client_of
+from tests.serve.test_verify import verify
 
 EMBED, COMPLETE, CHAT = "/v1/embeddings", "/v1/completions", "/v1/chat/completions"
 SAY = [{"role": "user", "content": "w5 w6 w7"}]
@@ -34,9 +35,8 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_tiny_embedder(tmp_path_factory.mktemp("embedder"))
 
 
-@pytest.fixture(scope="module")
-def app(serve_url: str, tiny: Any, embedder: Any) -> Iterator[App]:
-    args = {
+def args_of(tiny: Any, embedder: Any) -> dict[str, Any]:
+    return {
         "topology": "separate_models",
         "model": {"path": str(tiny.model)},
         "embedder": {
@@ -49,7 +49,11 @@ def app(serve_url: str, tiny: Any, embedder: Any) -> Iterator[App]:
         "limits": {"max_inputs": 64},
         "vllm": TINY_VLLM,
     }
-    serve.run(build(args), name="separate", route_prefix="/separate")
+
+
+@pytest.fixture(scope="module")
+def app(serve_url: str, tiny: Any, embedder: Any) -> Iterator[App]:
+    serve.run(build(args_of(tiny, embedder)), name="separate", route_prefix="/separate")
     yield App("separate", f"{serve_url}/separate")
     serve.delete("separate", _blocking=False)
 
@@ -162,16 +166,24 @@ def test_a_switch_out_of_it_is_refused_by_the_replica_and_it_goes_on(app: App, h
     assert len(vector_of(http, input="w5")) == 64
 
 
-def cores_of(pid: int) -> list[int]:
-    """The EngineCore processes of the replica with that process id, the oldest first."""
-    found = [child for child in psutil.Process(pid).children(recursive=True) if "EngineCor" in child.name()]
-    return [core.pid for core in sorted(found, key=lambda core: core.create_time())]
+def test_verify_holds_both_models_against_their_own_references(
+    app: App, tiny: Any, embedder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = args_of(tiny, embedder)
+    assert verify(app.url, tmp_path, args) == (0, {})
+    printed = capsys.readouterr().out
+    assert f"orthrus-embed: another model, in {embedder.model}, pooling mean" in printed
+    args["embedder"]["pooling"] = "cls"  # not as the server pools
+    code, problems = verify(app.url, tmp_path, args)
+    assert code == 1
+    assert "cosine" in problems["alone orthrus-embed"]
+    assert "alone orthrus" not in problems
 
 
 def test_a_core_that_dies_takes_its_replica_along_and_another_one_comes(app: App, http: httpx.Client) -> None:
     """Either is enough: here the embedder's, while both work. The generator's must not stay behind."""
     (before,) = app.info("Engine")
-    cores = cores_of(before["pid"])
+    cores = [core.pid for core in cores_of(before["pid"])]
     assert len(cores) == 2
     os.kill(cores[0], signal.SIGKILL)  # the embedder is started first
 

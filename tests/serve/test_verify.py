@@ -19,6 +19,9 @@ from ray import serve
 
 from orthrus_serve.app import build
 from orthrus_serve.cli import main
+from orthrus_serve.config.embedder import EmbedderSpec
+from orthrus_serve.errors import ConfigError
+from orthrus_serve.reference.embedder import how_it_pools
 from tests.serve.conftest import TINY_VLLM, App
 
 EMBED = "/v1/embeddings"
@@ -246,3 +249,38 @@ def test_an_address_where_nobody_answers_is_refused_with_a_sentence(tiny: Any, t
 def test_the_model_and_its_adapter_may_be_named_without_a_file(server: App, tiny: Any) -> None:
     named = ["--model", str(tiny.model), "--adapter", f"orthrus-embed={tiny.adapter}", "--dtype", "float32"]
     assert main(["verify", server.url, *named, "--max-tokens", "100"]) == 0
+
+
+def test_an_arm_that_the_file_does_not_have_is_refused_with_a_sentence(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = {key: value for key, value in one_adapter(tiny).items() if key != "topology"}
+    file = serve_file(tmp_path, {**args, "arms": {"old": {"topology": "hetero_fcfs"}, "new": {"topology": "orthrus"}}})
+    assert main(["verify", "http://127.0.0.1:9", "--config", file, "--arm", "older"]) == 2
+    assert "--arm: 'older' is none of the file's arms (new, old)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "modes", "found"),
+    [
+        ({}, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ("mean", True)),
+        ({}, {"pooling_mode_lasttoken": True}, ("last", True)),
+        ({"pooling": "cls", "normalize": False}, {"pooling_mode_mean_tokens": True}, ("cls", False)),
+        ({}, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, None),
+        ({}, {"pooling_mode_max_tokens": True}, None),
+    ],
+)
+def test_how_an_embedder_pools_is_read_from_the_file_or_from_its_folder_and_never_guessed(
+    tmp_path: Path, settings: dict[str, Any], modes: dict[str, bool], found: tuple[str, bool] | None
+) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes), encoding="utf-8")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    spec = EmbedderSpec.model_validate({"path": str(tmp_path), **settings})
+    if found is None:
+        with pytest.raises(ConfigError, match=r"embedder\.pooling"):
+            how_it_pools(spec)
+    else:
+        assert how_it_pools(spec) == found

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from orthrus_serve.config.load import parse_args
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.serving.key_guard import KeyGuard
 from orthrus_serve.serving.routes import NOT_YET, ROUTES, Target
+from orthrus_serve.telemetry.catalog import BadKey
 
 KEY, OTHER = b"sk-0123456789", b"sk-abcdefghij"
 DIGESTS = [hashlib.sha256(key).hexdigest() for key in (KEY, OTHER)]
@@ -20,7 +22,9 @@ OPEN = [path for path, (_, target) in ROUTES.items() if target is not Target.ENG
 CLOSED = [*(path for path in ROUTES if path not in OPEN), *NOT_YET, "/", "/v1/load_lora_adapter", "/docs", "/metrics/"]
 
 
-async def ask(path: str, *headers: tuple[bytes, bytes], root_path: str = "") -> tuple[int, dict[bytes, bytes], bytes]:
+async def ask(
+    path: str, *headers: tuple[bytes, bytes], root_path: str = "", refused: Callable[[BadKey], None] = lambda _: None
+) -> tuple[int, dict[bytes, bytes], bytes]:
     """Status 200 stands for having reached the app, which must never read the body of the others."""
     seen: list[Any] = []
 
@@ -41,7 +45,7 @@ async def ask(path: str, *headers: tuple[bytes, bytes], root_path: str = "") -> 
         "root_path": root_path,
         "headers": list(headers),
     }
-    await KeyGuard(app, DIGESTS)(scope, receive, send)
+    await KeyGuard(app, DIGESTS, refused)(scope, receive, send)
     return seen[0]["status"], dict(seen[0]["headers"]), seen[1]["body"]
 
 
@@ -67,6 +71,16 @@ async def test_everybody_else_gets_a_401_in_openai_shape_before_anything_is_read
     assert (error["type"], error["param"]) == ("authentication_error", None)
     assert error["code"] in ("missing_api_key", "invalid_api_key")
     assert KEY not in body
+
+
+async def test_every_401_is_counted_by_what_was_wrong_and_nothing_else_is() -> None:
+    counted: list[BadKey] = []
+    await ask("/v1/models", refused=counted.append)
+    await ask("/v1/embeddings", (b"authorization", b"Bearer "), refused=counted.append)
+    await ask("/no/such/page", (b"authorization", b"Bearer sk-wrong"), refused=counted.append)
+    await ask("/health", refused=counted.append)
+    await ask("/v1/embeddings", (b"authorization", b"Bearer " + KEY), refused=counted.append)
+    assert counted == ["missing", "missing", "unknown"]
 
 
 @pytest.mark.parametrize("path", OPEN)

@@ -116,6 +116,7 @@ def test_counts_with_fixed_labels_are_there_before_anything_is_counted() -> None
     lines = front.text().splitlines()
     assert 'orthrus_requests_total{arm="a",kind="embed",outcome="failed",topology="orthrus"} 0.0' in lines
     assert 'orthrus_refusals_total{kind="embed",reason="saturated"} 0.0' in lines
+    assert 'orthrus_unauthorized_requests_total{key="unknown"} 0.0' in lines
     assert 'orthrus_goals_total{goal="ttft",kind="generate",result="missed"} 0.0' in lines
     assert 'orthrus_front_wait_seconds_count{arm="a",kind="generate",topology="orthrus"} 0.0' in lines
 

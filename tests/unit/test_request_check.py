@@ -279,6 +279,15 @@ def test_a_truncated_input_may_be_longer_than_the_longest_and_keeps_its_beginnin
     assert "truncation_side" not in sent  # of a prompt, the end matters: as in vLLM
 
 
+def test_a_model_of_its_own_that_embeds_is_left_to_cut_as_its_tokenizer_does() -> None:
+    own = replace(
+        SERVED, adapters={"orthrus-embed": ServedAdapter(64, appends_eos=False, vocab_size=600, max_input_tokens=128)}
+    )
+    sent = checked(EMBED, own, truncate_prompt_tokens=-1, input="w3 " * 300)
+    assert sent["truncate_prompt_tokens"] == 128
+    assert "truncation_side" not in sent
+
+
 @pytest.mark.parametrize(("asked", "cut"), [(64, 64), (128, 128), (576, None), (None, None)])
 def test_dimensions_leave_the_body_and_are_handed_on(asked: int | None, cut: int | None) -> None:
     raw = json.dumps({**MINIMAL[EMBED], "dimensions": asked}).encode()

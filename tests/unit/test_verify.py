@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.config.schema import AdapterSpec, AppArgs
 from orthrus_serve.verify.cases import Ask, EmbedAsk, GenerateAsk, RefusedAsk
 from orthrus_serve.verify.compare import TOLERANCES, Finding, Tolerance, compare_tokens, compare_vector
-from orthrus_serve.verify.plan import Prompts, Server, plan
+from orthrus_serve.verify.plan import Embeds, Prompts, Server, plan
 from orthrus_serve.verify.report import make_row, table, verdict
 
 NEAR = Tolerance(cosine=1e-3, length=1e-2, logit=0.5)
@@ -144,3 +144,26 @@ def test_a_head_bounds_the_inputs_of_its_adapter_only() -> None:
         for name in ("first", "second")
     }
     assert longest == {"first": 30, "second": 199}
+
+
+def test_a_model_of_its_own_that_embeds_is_asked_in_its_own_words_up_to_its_own_limit() -> None:
+    args = AppArgs.model_validate(
+        {"topology": "separate_models", "model": {"path": "/m"}, "embedder": {"path": "/e", "dimensions": [16]}}
+    )
+    ours = Prompts(range(3, 100), lambda ids: " ".join(map(str, ids)), lambda text: [int(w) for w in text.split()], 1)
+    first, last = 901, 902  # what its tokenizer puts around every text
+    theirs = Prompts(
+        range(500, 600), lambda ids: " ".join(map(str, ids)), lambda text: [first, *map(int, text.split()), last], 1
+    )
+    spec = AdapterSpec(path="/e", pooling="mean", append_eos=False, dimensions=(16,))
+    embedder = Embeds("orthrus-embed", spec, Server(args, 129, 128, None), theirs, (last,))
+    planned = plan(Server(args, max_model_len=200, token_budget=48, eos_id=EOS), ours, [embedder])
+    asked = embed_asks(planned)
+    assert {ask.model for ask in asked} == {"orthrus-embed", "orthrus"}
+    assert {ask.dimensions for ask in asked} == {None, 16}
+    assert max(len(one.token_ids) for ask in asked for one in ask.inputs) == 128
+    assert {token for ask in asked for one in ask.inputs for token in one.token_ids} <= {*range(500, 600), first, last}
+    assert not any(ask.case == "in chunks" for ask in asked)
+    (cut,) = [one for ask in asked if ask.case == "truncated" for one in ask.inputs if isinstance(one.sent, str)]
+    assert (cut.token_ids[0], cut.token_ids[-1]) == (first, last)
+    assert {ask.limit for stage in planned for ask in stage if isinstance(ask, RefusedAsk)} == {128}
