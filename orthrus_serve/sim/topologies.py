@@ -1,21 +1,22 @@
 """The questions about topologies and sessions, on engines in steps with the durations of an H200.
 
-When `dedicated` beats `orthrus`, and whether that can be told beforehand; sessions whose hops wait for each other; whether the
-engine behaves as the card did. Rows as in `experiments.py`. Leaves out fluid engines and pool sizes.
+When `dedicated` beats `orthrus`, and whether that can be told beforehand; sessions whose hops wait for each other; admission;
+whether the engine behaves as the card did. Rows as in `experiments.py`. Leaves out fluid engines and pool sizes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 from orthrus_serve.policy.roles import Split
 from orthrus_serve.sim.batching import BatchSpec
-from orthrus_serve.sim.cluster import Setup
+from orthrus_serve.sim.cluster import Cluster, Played, Setup
 from orthrus_serve.sim.experiments import RULES, Arm, Row, in_steps, play
+from orthrus_serve.sim.gate import AdmissionSetup
 from orthrus_serve.sim.single import ClosedLoop, capacity_tokens_per_s
 from orthrus_serve.sim.step_clock import h200
 from orthrus_serve.sim.workload import Coin, Hops, in_bursts, poisson
-from orthrus_serve.types import PolicyName
+from orthrus_serve.types import PolicyName, RequestKind
 
 # Read off the study's own cases: up to this load of their part, embeddings alone wait no longer than beside generations.
 MAX_EMBED_LOAD = 0.7
@@ -151,9 +152,38 @@ def batches(quick: bool) -> Iterator[Row]:
             yield play(setup, arm, trace, seconds)
 
 
+def admission(quick: bool) -> Iterator[Row]:
+    """Loads around what four engines can compute, with and without admission; goals are for whole answers."""
+    coin = Coin(0.5, spread=0.5)
+    capacity = capacity_tokens_per_s(BatchSpec(h200()), coin)
+    num_replicas, seconds = 4, 4.0 if quick else 60.0
+    goals_s: dict[RequestKind, float] = {"generate": 40.0, "embed": 2.0}
+    for load in (1.5,) if quick else (1.0, 1.25, 1.5):
+        trace = poisson(coin, 1, seconds, load * num_replicas * capacity)
+        for setup in (None, AdmissionSetup(goals_s)):
+            played = Cluster(Setup(in_steps(BatchSpec(h200())), num_replicas, admission=setup), 1).play(trace)
+            yield {"load": load, "admission": setup is not None, **kept(played, goals_s, seconds / 4, seconds)}
+
+
+def kept(played: Played, goals_s: Mapping[RequestKind, float], from_s: float, until_s: float) -> Row:
+    """Of requests that arrived in that time, by kind: answered in time a second, late and refused, as shares of all."""
+    row: Row = {}
+    for kind, goal_s in goals_s.items():
+        took = [a.latency_s for a in played.answers if a.kind == kind and from_s <= a.at_s < until_s]
+        num_refused = sum(kind == other and from_s <= at_s < until_s for other, at_s in played.refused)
+        num_late = sum(latency_s > goal_s for latency_s in took)
+        row[kind] = {
+            "in_time_per_s": round((len(took) - num_late) / (until_s - from_s), 1),
+            "late": round(num_late / max(1, len(took) + num_refused), 4),
+            "refused": round(num_refused / max(1, len(took) + num_refused), 4),
+        }
+    return row
+
+
 EXPERIMENTS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "card": card,
     "dedicated": dedicated,
     "sessions": sessions,
     "batches": batches,
+    "admission": admission,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orthrus_serve.policy.roles import Split
-from orthrus_serve.sim import real_run, study
+from orthrus_serve.sim import choice_cost, real_run, study
 from orthrus_serve.sim.cluster import Answer, Played
 from orthrus_serve.sim.figures import lines, ratios
 from orthrus_serve.sim.summary import percentile, skew, summary
@@ -23,6 +23,16 @@ def test_a_quick_study_answers_every_question_and_draws_what_it_found(tmp_path: 
     drawn = {path.stem: path.stat().st_size for path in tmp_path.glob("*.png")}
     assert set(drawn) == {"sizes", "looked_at", "fronts", "delays", "dedicated"}
     assert all(1_000 < size < 200_000 for size in drawn.values())
+
+
+def test_the_cost_of_a_choice_is_told_for_every_way_and_size(tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    assert choice_cost.main(["--sizes", "4", "40", "--choices", "20", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["way"], row["replicas"]) for row in rows] == [
+        (way, size) for way in choice_cost.WAYS for size in (4, 40)
+    ]
+    assert all(0 < row["choice_median_us"] <= row["choice_p99_us"] for row in rows)
 
 
 def test_percentiles_lie_between_neighbours() -> None:
