@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -81,6 +82,17 @@ def prefilled(http: httpx.Client) -> dict[str, int]:
     return {role: engine["totals"]["prefill_tokens"] for role, engine in by_role(http).items()}
 
 
+def handovers(http: httpx.Client) -> Counter[str]:
+    """What both metrics of handovers counted so far, all processes together."""
+    counts: Counter[str] = Counter()
+    page = http.get("/metrics").text
+    for word, count in re.findall(
+        r'^orthrus_(?:engine_)?handovers_total{.*?(?:handed|fetch)="(\w+)".*} (\d+)', page, re.MULTILINE
+    ):
+        counts[word] += int(count)
+    return counts
+
+
 def switch(app: App, to: dict[str, Any]) -> None:
     serve.get_deployment_handle("Front", app.name).broadcast("reconfigure", to).results(timeout_s=10)
 
@@ -133,7 +145,7 @@ def test_two_hundred_answers_are_those_without_streamed_and_not(app: App, http: 
         {"prompt": [rng.randrange(3, 512) for _ in range(n)], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         for n in lengths
     ]
-    before = prefilled(http)
+    before, counted = prefilled(http), handovers(http)
     whole = in_parallel(lambda body: answered(http, COMPLETE, body), bodies)
     streams = in_parallel(lambda body: streamed(http, COMPLETE, body), bodies)
     assert [text for text, _ in streams] == [answer["choices"][0]["text"] for answer in whole]
@@ -143,6 +155,9 @@ def test_two_hundred_answers_are_those_without_streamed_and_not(app: App, http: 
     # One token of each prompt is left to the second; prompts asked again are in the first one's prefix cache, block by block.
     assert done["decode"] <= 400
     assert done["prefill"] >= sum(lengths)
+    # Every one of the 400 was handed over and fetched; vLLM's own count of what moved is on the same page.
+    assert handovers(http) - counted == {"over": 400, "accepted": 400}
+    assert "vllm:nixl_bytes_transferred_sum" in http.get("/metrics").text
     alone = without(app, lambda: in_parallel(lambda body: answered(http, COMPLETE, body), bodies))
     assert [one["choices"] for one in whole] == [one["choices"] for one in alone]
     assert [one["usage"] for one in whole] == [one["usage"] for one in alone]
