@@ -127,8 +127,10 @@ class Engine:
                 "scheduler_cls": f"orthrus_serve.engine.scheduler.{name}",
                 "additional_config": {"orthrus": settings},
             }
+        options |= overrides
+        self._has_adapters = bool(options["enable_lora"])
         with _async_scheduling_on_cpu(async_scheduling):
-            self.llm = LLMEngine.from_engine_args(EngineArgs(**(options | overrides)))
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         self.results: dict[str, Any] = {}
         self.finish_order: list[str] = []
 
@@ -163,9 +165,11 @@ class Engine:
     def embed(
         self, request_id: str, prompt: list[int], pooling: str = "last", *, adapter: Path | None = None, **extra: Any
     ) -> None:
-        """Adds an embedding with the tiny adapter (or another folder)."""
+        """Adds an embedding with the tiny adapter (or another folder); without one where the engine takes none."""
         params = PoolingParams(task="embed", extra_kwargs={"pooling": pooling, **extra})
-        lora = LoRARequest("orthrus-embed", 1, str(self.tiny.adapter)) if adapter is None else self._second(adapter)
+        lora = None if adapter is None else self._second(adapter)
+        if lora is None and self._has_adapters:
+            lora = LoRARequest("orthrus-embed", 1, str(self.tiny.adapter))
         self.llm.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
 
     @staticmethod

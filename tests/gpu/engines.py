@@ -35,8 +35,8 @@ def engine_on_device(model: TinyModel, step_log: Path, *, on_cpu: bool, **overri
     return Engine(model, step_log, async_scheduling=mixed, **(options | overrides))
 
 
-def random_model(folder: Path, shape: str) -> TinyModel:
-    """A model folder with a true-size config (weights come from `load_format="dummy"`) and a random rank-16 adapter."""
+def random_model(folder: Path, shape: str, *, rank: int = 16) -> TinyModel:
+    """A model folder with a true-size config (weights come from `load_format="dummy"`) and a random adapter."""
     model, adapter = folder / "model", folder / "adapter"
     shutil.copytree(SHAPES / shape, model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
@@ -48,7 +48,7 @@ def random_model(folder: Path, shape: str) -> TinyModel:
         "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }  # fmt: skip
-    generator, rank = torch.Generator().manual_seed(0), 16
+    generator = torch.Generator().manual_seed(0)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
         for name, (inputs, outputs) in sizes.items():
@@ -68,6 +68,11 @@ def random_model(folder: Path, shape: str) -> TinyModel:
         json.dumps({**described, "bias": "none", "base_model_name_or_path": shape})
     )
     return TinyModel(model, adapter)
+
+
+def vocabulary_of(shape: str) -> int:
+    """How many tokens the model of that shape knows."""
+    return json.loads((SHAPES / shape / "config.json").read_text())["vocab_size"]
 
 
 def token_ids(rng: random.Random, length: int, vocabulary: int) -> list[int]:

@@ -29,7 +29,7 @@ import torch
 import tests.engine.conftest  # noqa: F401  sets vLLM's switches before anything imports it
 from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
 from tests.gpu.closed_loop import ClosedLoop, Load
-from tests.gpu.engines import engine_on_device, random_model, token_ids
+from tests.gpu.engines import engine_on_device, random_model, token_ids, vocabulary_of
 from tests.gpu.hops import HopLoad, run_hops
 
 Row = dict[str, Any]
@@ -283,13 +283,18 @@ def make_lab(folder: Path, options: argparse.Namespace) -> Lab:
         model, vocabulary, extra = make_tiny_model(folder), VOCAB_SIZE, {"budget": 256, "max_num_seqs": 32}
         options.step_tokens, options.hop_step_tokens, options.clients = 128, 64, 16
     else:
-        model, vocabulary = random_model(folder, "mistral-7b-v0.1"), 32000
+        model, vocabulary = random_model(folder, options.shape, rank=options.rank), vocabulary_of(options.shape)
         extra = {
-            "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_lora_rank": 16, "budget": 4096,
-            "max_num_seqs": 256, "kv_cache_memory_bytes": 80 * 2**30, "gpu_memory_utilization": 0.8,
+            "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_lora_rank": options.rank,
+            "budget": 4096, "max_num_seqs": 256, "kv_cache_memory_bytes": options.kv_gib * 2**30,
+            "gpu_memory_utilization": options.memory,
         }  # fmt: skip
     if options.stock:
-        extra |= {"mixed": False, "enable_lora": False, "budget": options.step_tokens}
+        extra |= {"mixed": False, "budget": options.step_tokens}
+    if options.stock in ("embed", "embed_merged"):
+        extra |= {"runner": "pooling", "convert": "embed", "pooler_config": {"seq_pooling_type": "LAST"}}
+    if options.stock in ("generate", "embed_merged"):
+        extra |= {"enable_lora": False}
         extra.pop("max_lora_rank", None)
     engine = engine_on_device(model, folder / "steps", on_cpu=options.on_cpu, **extra)
     return Lab(engine, vocabulary, small=options.on_cpu)
@@ -305,7 +310,14 @@ def main() -> int:
     parser.add_argument("--step-tokens", type=int, default=2048)
     parser.add_argument("--hop-step-tokens", type=int, default=1024)
     parser.add_argument("--arms", nargs="*", default=ARMS, metavar="SHARE:POLICY:WARM_S:MEASURED_S")
-    parser.add_argument("--stock", action="store_true", help="vLLM's own engine without LoRA: generations only")
+    parser.add_argument("--shape", default="mistral-7b-v0.1", help="a folder of tests/gpu/shapes")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
+    parser.add_argument("--kv-gib", type=int, default=80)
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the card that must be free at the start")
+    parser.add_argument(
+        "--stock", choices=("generate", "embed", "embed_merged"),
+        help="vLLM's own engine: generations without LoRA, embeddings with it, or with the adapter merged into the weights",
+    )  # fmt: skip
     parser.add_argument("--policies", nargs="*", default=["orthrus", "unified_homo", "hetero_fcfs"])
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()

@@ -1,0 +1,355 @@
+"""The table of topologies through HTTP on all cards of a host: `python -m tests.gpu.fleet all --cards 4 --out DIR`.
+
+`up` writes a Serve file from `configs/orthrus.yaml` (Mistral-7B shapes with random weights, a random adapter) and starts it in
+the background; `run` goes through arms in the order of their worth, switches the topology live before each, and loads the
+server with `loadgen`; `down` stops it; `all` is the three in turn. `--until S` starts no arm that would end later than S
+seconds from now. `--on-cpu` rehearses everything with the tiny model. A row per arm is printed, and kept in `rows.jsonl`.
+
+Leaves out what needs another start of the engines: `disagg_pd` runs where `up` was given `--connector`.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orthrus_serve.ops.local_server import Paths, start, stop
+from tests.gpu.engines import GRAPH_SIZES, random_model
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPT, OUTPUT = 640, 150
+SHARES = (0.9, 0.5, 0.1)
+POLICIES = ("orthrus", "unified_homo", "hetero_fcfs")
+URL = "http://127.0.0.1:8000"
+# How long the slowest request of a coin arm takes on mixed cards, by embed share, at 128 clients a card: seen without HTTP.
+SLOWEST_S = {0.9: 5.0, 0.5: 6.5, 0.1: 6.0}
+EMBED_PER_S, GENERATE_PER_S = 60.0, 42.0  # what one card does of one kind alone, seen without HTTP
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measurement. `takes_s` is what it is expected to take, everything included; `settings` are loadgen's."""
+
+    name: str
+    topology: str
+    takes_s: float
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the load is. `clients` per card; `stretch` multiplies all durations; counts are requests of an arm."""
+
+    cards: int
+    clients: int
+    stretch: float
+    block: int
+    phase: int
+
+    def clients_in_all(self, times: int = 1) -> int:
+        return self.cards * self.clients * times
+
+
+def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> Iterator[Arm]:
+    """Closed loop, each request by a coin. A window is three times the slowest request, after a warm-up of one."""
+    for share in SHARES if times == 1 else (0.5,):
+        queued_s = scale.clients_in_all() * max(share / EMBED_PER_S, (1 - share) / GENERATE_PER_S / (scale.cards - 1))
+        slowest_s = max(SLOWEST_S[share], queued_s) * scale.stretch * times
+        for topology in topologies:
+            yield Arm(
+                f"coin-{share}-{scale.clients_in_all(times)}-{topology}",
+                topology,
+                5.2 * slowest_s + 6.0,
+                {
+                    "workload": {
+                        "kind": "ratio",
+                        "embed_share": share,
+                        "arrivals": {"kind": "closed", "clients": scale.clients_in_all(times)},
+                    },
+                    "warmup_s": slowest_s,
+                    "stop": {"max_duration_s": 4 * slowest_s, "drain_s": 2 * slowest_s},
+                },
+            )
+
+
+def pool_arms(scale: Scale, topologies: tuple[str, ...], totals: dict[float, float]) -> Iterator[Arm]:
+    """A Poisson stream per kind at 0.9 of what `orthrus` did at that share (`totals`, requests/s)."""
+    warm_s, window_s, drain_s = 8.0 * scale.stretch, 24.0 * scale.stretch, 8.0 * scale.stretch
+    for share in SHARES:
+        if share not in totals:
+            continue
+        rates = {"embed": 0.9 * totals[share] * share, "generate": 0.9 * totals[share] * (1 - share)}
+        for topology in topologies:
+            yield Arm(
+                f"pools-{share}-{topology}",
+                topology,
+                warm_s + window_s + drain_s + 6.0,
+                {
+                    "workload": {"kind": "pools"}
+                    | {kind: {"kind": "poisson", "rate": round(rate, 2)} for kind, rate in rates.items()},
+                    "warmup_s": warm_s,
+                    "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
+                },
+            )
+
+
+def block_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
+    """All generations, then at once all embeddings."""
+    for topology in topologies:
+        yield Arm(
+            f"block-{topology}",
+            topology,
+            scale.block * (1 / 42 + 1 / 60) * (1.2 if topology == "dedicated" else 1 / scale.cards) + 6.0,
+            {"workload": {"kind": "block", "num_generate": scale.block, "num_embed": scale.block}},
+        )
+
+
+def phase_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
+    """10, 50, 90 % embeddings, a fixed number of requests each."""
+    for topology in topologies:
+        yield Arm(
+            f"phases-{topology}",
+            topology,
+            3 * scale.phase / (25 * scale.cards if topology == "dedicated" else 40 * scale.cards) + 6.0,
+            {
+                "workload": {
+                    "kind": "phases",
+                    "embed_shares": [0.1, 0.5, 0.9],
+                    "requests_per_phase": scale.phase,
+                    "clients": scale.clients_in_all(),
+                }
+            },
+        )
+
+
+def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
+    """The arms in the order of their worth. Lazily, since the pools' rates come from rows made before."""
+    pair: tuple[str, ...] = ("dedicated", "orthrus")
+    if options.connector:
+        pair = ("disagg_pd", "orthrus")
+    for form in options.forms:
+        match form:
+            case "coin":
+                yield from coin_arms(scale, pair)
+            case "pools":
+                yield from pool_arms(scale, pair, totals_of(rows))
+            case "block":
+                yield from block_arms(scale, pair if options.connector else (*pair, "hetero_fcfs", "unified_homo"))
+            case "phases":
+                yield from phase_arms(scale, pair)
+            case "policies":  # twice the clients, so that steps are full
+                yield from coin_arms(scale, POLICIES, times=2)
+            case _:
+                raise ValueError(form)
+
+
+def totals_of(rows: list[dict[str, Any]]) -> dict[float, float]:
+    """What `orthrus` did in the coin form, requests/s by embed share."""
+    return {
+        row["embed_share_asked"]: row["total_per_s"]
+        for row in rows
+        if row["topology"] == "orthrus" and row["arm"].startswith("coin") and row.get("total_per_s")
+    }
+
+
+def serve_file(options: argparse.Namespace, folder: Path) -> Path:
+    """A Serve file like `configs/orthrus.yaml`, with a model that needs no download. Returns its path."""
+    content = yaml.safe_load((REPOSITORY / "configs" / "orthrus.yaml").read_text())
+    args = content["applications"][0]["args"]
+    args["num_replicas"] = options.cards
+    if options.on_cpu:
+        from tests.engine.harness import make_tiny_model
+
+        tiny = make_tiny_model(folder / "tiny")
+        args |= {"num_gpus_per_replica": 0, "num_cpus_per_replica": 0.2}
+        args["vllm"] = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 256,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 * 2**20,
+        }
+    else:
+        tiny = random_model(folder / "random", "mistral-7b-v0.1")
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(options.tokenizer / file, tiny.model / file)
+        args["vllm"] |= {"load_format": "dummy", "cudagraph_capture_sizes": GRAPH_SIZES}
+    args["model"] = {"name": "orthrus", "path": str(tiny.model)}
+    args["adapters"] = {"orthrus-embed": {"path": str(tiny.adapter), "pooling": "last", "append_eos": False}}
+    if options.connector:
+        args["kv_connector"] = "nixl"
+    file = folder / "fleet.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+def switch(topology: str, cards: int) -> float:
+    """Switches the running application; returns how long that took, in seconds."""
+    command = [sys.executable, "-m", "orthrus_serve.cli", "switch", topology]
+    if topology in ("dedicated", "disagg_pd"):
+        command += ["--split", f"1:{cards - 1}"]
+    began_s = time.monotonic()
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout[-500:]}{done.stderr[-1500:]}")
+    return time.monotonic() - began_s
+
+
+def load(arm: Arm, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Runs loadgen for one arm; returns the row."""
+    small = options.on_cpu
+    settings = arm.settings | {
+        "target": {"base_url": URL, "metrics_urls": [f"{URL}/metrics"]},
+        "prompts": {
+            "form": "random_ids",
+            "vocabulary": 500 if small else 32000,
+            "embed_tokens": 100 if small else PROMPT,
+            "generate_tokens": 100 if small else PROMPT,
+            "output_tokens": 20 if small else OUTPUT,
+        },
+        "sampling": {"stream": options.stream},
+        "processes": 1 if small else 8,
+        "seed": options.seed,
+    }
+    folder = out / arm.name
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "loadgen", "run", "--config", str(file), "--out", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
+    report = folder / "report.json"
+    if not report.exists():
+        raise RuntimeError(done.stdout[-1500:] + done.stderr[-1500:])
+    row = row_of(arm, json.loads(report.read_text()), options)
+    row["loadgen_exit_code"] = done.returncode
+    for name in ("report.html", *(picture.name for picture in folder.glob("*.png"))):
+        (folder / name).unlink(missing_ok=True)
+    with gzip.open(f"{report}.gz", "wt") as packed:
+        packed.write(report.read_text())
+    report.unlink()
+    return row
+
+
+def row_of(arm: Arm, report: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What matters of a report, flat. Latencies in seconds, of requests sent in the window."""
+    row: dict[str, Any] = {
+        "arm": arm.name,
+        "topology": arm.topology,
+        "cards": options.cards,
+        "embed_share_asked": arm.settings["workload"].get("embed_share"),
+        "stages": [],
+    }
+    for stage in report["stages"]:
+        told: dict[str, Any] = {
+            "stage": stage["name"],
+            "window_s": round(stage["window_end_s"] - stage["window_begin_s"], 2),
+            "elapsed_s": round(stage["elapsed_s"], 2),
+            "fill": stage["server"]["step_fill"],
+            "bottlenecks": stage["client"]["bottlenecks"],
+        }
+        for kind in stage["kinds"]:
+            name = kind["kind"]
+            told |= {
+                f"{name}_per_s": round(kind["rate"]["value"], 2),
+                f"{name}_tokens_per_s": round(
+                    kind["prompt_tokens_per_s"]["value"] + (kind["output_tokens_per_s"]["value"] or 0)
+                ),
+                f"{name}_errors": kind["errors"],
+                f"{name}_open": kind["unfinished"],
+            }
+            for measure in ("e2e", "ttft", "tpot", "itl"):
+                if kind[measure]:
+                    told |= {
+                        f"{name}_{measure}_{q}_s": round(kind[measure][q]["value"], 4) for q in ("p50", "p95", "p99")
+                    }
+        row["stages"].append(told)
+    if len(row["stages"]) == 1:
+        row |= row.pop("stages")[0]
+        row["total_per_s"] = round(row.get("embed_per_s", 0.0) + row.get("generate_per_s", 0.0), 2)
+    return row
+
+
+def run(options: argparse.Namespace) -> int:
+    """Goes through the arms until they or the time are spent. An arm that fails is told of, and the next one runs."""
+    began_s = time.monotonic()
+    scale = (
+        Scale(options.cards, 8, options.stretch, 30, 40)
+        if options.on_cpu
+        else Scale(options.cards, options.clients, options.stretch, 1000, 400 * options.cards)
+    )
+    rows_file = options.out / "rows.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+    rows += [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows else []
+    running = None
+    for arm in all_arms(options, scale, rows):
+        left_s = options.until - (time.monotonic() - began_s)
+        if arm.takes_s > left_s:
+            say({"arm": arm.name, "left_out": f"takes {arm.takes_s:.0f} s, {left_s:.0f} s are left"})
+            continue
+        arm_began_s = time.monotonic()
+        row: dict[str, Any]
+        try:
+            switched_s = switch(arm.topology, options.cards) if arm.topology != running else 0.0
+            running = arm.topology
+            row = load(arm, options, options.out) | {"switched_s": round(switched_s, 2)}
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            row, running = {"arm": arm.name, "topology": arm.topology, "failed": str(error)[-1500:]}, None
+        row["took_s"] = round(time.monotonic() - arm_began_s, 1)
+        rows.append(row)
+        with rows_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        say(row)
+    return 0
+
+
+def say(row: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("up", "run", "down", "all"))
+    parser.add_argument("--cards", type=int, required=True)
+    parser.add_argument("--out", type=Path, default=Path("fleet"), help="folder for rows and reports")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(".make/fleet"), help="model, Serve file and the server's log"
+    )
+    parser.add_argument("--forms", nargs="+", default=["coin", "pools", "block", "phases", "policies"])
+    parser.add_argument("--rows", type=Path, help="rows of an earlier run, for the pools' rates")
+    parser.add_argument("--clients", type=int, default=128, help="per card, in closed loops")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor on all durations")
+    parser.add_argument("--until", type=float, default=1e9, metavar="S", help="start no arm that would end later")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer of at least 32,000 tokens")
+    parser.add_argument("--connector", action="store_true", help="with NIXL between the engines: disagg_pd and orthrus")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--on-cpu", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    paths = Paths(options.folder.resolve())
+    if options.verb in ("up", "all"):
+        paths.folder.mkdir(parents=True, exist_ok=True)
+        start(str(serve_file(options, paths.folder)), paths, lambda line: say({"server": line}))
+    try:
+        return run(options) if options.verb in ("run", "all") else 0
+    finally:
+        if options.verb in ("down", "all"):
+            stop(paths, lambda line: say({"server": line}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
