@@ -96,7 +96,7 @@ class ClosedLoop:
 def _steps(before: dict[str, float], engine: Engine, window_s: float) -> dict[str, Any]:
     """What the engine's steps held since `before`."""
     after = engine.totals()
-    delta = {name: after[name] - before[name] for name in after}
+    delta = {name: after[name] - before[name] for name in after if name != "durations"}
     scheduled = delta["decode_tokens"] + delta["prefill_tokens"] + delta["embed_tokens"]
     return {
         "fill": round(scheduled / max(1, delta["budget_tokens"]), 4),

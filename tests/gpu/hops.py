@@ -96,7 +96,7 @@ def run_hops(engine: Engine, load: HopLoad, vocabulary: int) -> dict[str, Any]:
         engine.results.clear()
     assert before is not None
     window_s = time.perf_counter() - window_s
-    delta = {name: value - before[name] for name, value in engine.totals().items()}
+    delta = {name: value - before[name] for name, value in engine.totals().items() if name != "durations"}
     scheduled = delta["decode_tokens"] + delta["prefill_tokens"] + delta["embed_tokens"]
     hop_s.sort()
     return {
