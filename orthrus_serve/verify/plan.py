@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from orthrus_serve.config.schema import AdapterSpec, AppArgs
-from orthrus_serve.verify.cases import Ask, EmbedAsk, GenerateAsk, Input, RefusedAsk
+from orthrus_serve.verify.cases import NUM_NEW_TOKENS, Ask, EmbedAsk, GenerateAsk, Input, RefusedAsk
 
 # Of the answer to a prompt that is to fill all the rest of the context.
 NUM_LAST_TOKENS = 4
@@ -205,8 +205,9 @@ def _generations(server: Server, name: str, adapter: str | None, prompts: Prompt
         yield GenerateAsk("alone", name, adapter, one)
     limit = server.max_model_len - NUM_LAST_TOKENS
     longest = server.to_ask(limit)
-    if longest > server.token_budget + 1:
-        yield GenerateAsk("in chunks", name, adapter, _ids(prompts.ids(min(longest, 5 * server.token_budget // 2))))
+    in_chunks = min(server.to_ask(server.max_model_len - NUM_NEW_TOKENS), 5 * server.token_budget // 2)
+    if in_chunks > server.token_budget + 1:
+        yield GenerateAsk("in chunks", name, adapter, _ids(prompts.ids(in_chunks)))
     if longest == limit:
         yield GenerateAsk("exactly the longest", name, adapter, _ids(prompts.ids(longest)), NUM_LAST_TOKENS)
     first = prompts.ids(min(CACHED_TOKENS, longest))

@@ -206,8 +206,8 @@ def switch(topology: str, cards: int) -> float:
     return time.monotonic() - began_s
 
 
-def load(arm: Arm, options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Runs loadgen for one arm; returns the row."""
+def load(arm: Arm, options: argparse.Namespace, out: Path, seed: int) -> dict[str, Any]:
+    """Runs loadgen for one arm; returns the row. Each arm needs a `seed` of its own: prompts of an earlier one are cached."""
     small = options.on_cpu
     settings = arm.settings | {
         "target": {"base_url": URL, "metrics_urls": [f"{URL}/metrics"]},
@@ -220,7 +220,7 @@ def load(arm: Arm, options: argparse.Namespace, out: Path) -> dict[str, Any]:
         },
         "sampling": {"stream": options.stream},
         "processes": 1 if small else 8,
-        "seed": options.seed,
+        "seed": seed,
     }
     folder = out / arm.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -257,6 +257,7 @@ def row_of(arm: Arm, report: dict[str, Any], options: argparse.Namespace) -> dic
             "window_s": round(stage["window_end_s"] - stage["window_begin_s"], 2),
             "elapsed_s": round(stage["elapsed_s"], 2),
             "fill": stage["server"]["step_fill"],
+            "prefix_hits": stage["server"]["prefix_hit_ratio"],
             "bottlenecks": stage["client"]["bottlenecks"],
         }
         for kind in stage["kinds"]:
@@ -294,7 +295,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
     rows += [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows else []
     running = None
-    for arm in all_arms(options, scale, rows):
+    for number, arm in enumerate(all_arms(options, scale, rows), len(rows)):
         left_s = options.until - (time.monotonic() - began_s)
         if arm.takes_s > left_s:
             say({"arm": arm.name, "left_out": f"takes {arm.takes_s:.0f} s, {left_s:.0f} s are left"})
@@ -304,7 +305,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             switched_s = switch(arm.topology, options.cards) if arm.topology != running else 0.0
             running = arm.topology
-            row = load(arm, options, options.out) | {"switched_s": round(switched_s, 2)}
+            row = load(arm, options, options.out, 1000 * options.seed + number) | {"switched_s": round(switched_s, 2)}
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             row, running = {"arm": arm.name, "topology": arm.topology, "failed": str(error)[-1500:]}, None
         row["took_s"] = round(time.monotonic() - arm_began_s, 1)

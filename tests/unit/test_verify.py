@@ -74,7 +74,7 @@ def test_one_deviation_among_many_good_answers_is_in_the_table_and_in_the_verdic
     assert verdict([good], NEAR).startswith("EQUALS THE REFERENCE in all 1 rows")
 
 
-def asks(max_tokens: int | None = None, **adapter: Any) -> list[list[Ask]]:
+def asks(max_tokens: int | None = None, token_budget: int = 48, **adapter: Any) -> list[list[Ask]]:
     """The plan for a server of two adapters; `adapter` are the settings of the first."""
     args = AppArgs.model_validate(
         {
@@ -87,7 +87,7 @@ def asks(max_tokens: int | None = None, **adapter: Any) -> list[list[Ask]]:
     )
     words = list(range(3, 100))
     prompts = Prompts(words, lambda ids: " ".join(map(str, ids)), lambda text: [int(word) for word in text.split()], 1)
-    return plan(Server(args, max_model_len=200, token_budget=48, eos_id=EOS, max_tokens=max_tokens), prompts)
+    return plan(Server(args, max_model_len=200, token_budget=token_budget, eos_id=EOS, max_tokens=max_tokens), prompts)
 
 
 def embed_asks(planned: list[list[Ask]]) -> list[EmbedAsk]:
@@ -108,6 +108,12 @@ def test_no_input_is_longer_than_the_server_takes_and_one_is_exactly_as_long() -
     assert {len(ask.token_ids) for ask in refused} == {199}  # one more with the end-of-sequence token
     prompts = [ask for stage in asks() for ask in stage if isinstance(ask, GenerateAsk)]
     assert max(len(ask.prompt.token_ids) + ask.num_tokens for ask in prompts) == 200
+
+
+@pytest.mark.parametrize("token_budget", [48, 90, 150, 190, 400])
+def test_no_prompt_leaves_less_room_than_its_answer_needs(token_budget: int) -> None:
+    prompts = [ask for stage in asks(token_budget=token_budget) for ask in stage if isinstance(ask, GenerateAsk)]
+    assert all(len(ask.prompt.token_ids) + ask.num_tokens <= 200 for ask in prompts)
 
 
 def test_a_truncated_input_keeps_its_first_tokens_and_counts_its_end_of_sequence_token() -> None:

@@ -1,0 +1,59 @@
+"""The tools that measure on a card run here on the tiny model, so that they are not found broken there."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
+from tests.gpu.closed_loop import ClosedLoop, Load
+from tests.gpu.fleet import Scale, block_arms, coin_arms, phase_arms, pool_arms, totals_of
+from tests.gpu.hops import HopLoad, run_hops
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("tools")
+    engine = Engine(make_tiny_model(folder), folder / "steps", budget=128)
+    yield engine
+    engine.close()
+
+
+def test_a_closed_loop_counts_what_its_steps_held(engine: Engine) -> None:
+    load = Load(4, 0.5, prompt_tokens=40, output_tokens=5, warm_s=0.3, measured_s=1.0, vocabulary=VOCAB_SIZE)
+    row = ClosedLoop(engine).run(load, {"policy": "orthrus"})
+    assert row["embed_per_s"] > 0
+    assert row["generate_per_s"] > 0
+    assert row["tokens_per_s"] > 0
+    assert 0 < row["fill"] <= 1
+    assert not engine.scheduler.requests  # what was in flight at its end was ended
+
+
+def test_hops_embed_and_then_generate(engine: Engine) -> None:
+    load = HopLoad(3, warm_s=0.3, seconds=1.5, hops=2, query=10, prompt=20, output=4, documents=2, document=15)
+    row = run_hops(engine, load, VOCAB_SIZE)
+    assert row["hops_per_s"] > 0
+    assert row["embed_tokens_per_s"] > 0
+    assert row["decode_tokens_per_s"] > 0
+
+
+def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
+    scale = Scale(cards=4, clients=128, stretch=1.0, block=1000, phase=1600)
+    pair = ("dedicated", "orthrus")
+    coins = list(coin_arms(scale, pair))
+    assert [arm.topology for arm in coins] == list(pair) * 3
+    totals = totals_of(
+        [
+            {"topology": "orthrus", "arm": arm.name, "total_per_s": 100.0, **arm.settings["workload"]}
+            | {"embed_share_asked": arm.settings["workload"]["embed_share"]}
+            for arm in coins
+            if arm.topology == "orthrus"
+        ]
+    )
+    for arm in pool_arms(scale, pair, totals):
+        rates = {kind: arm.settings["workload"][kind]["rate"] for kind in ("embed", "generate")}
+        assert sum(rates.values()) == pytest.approx(90.0)
+        assert rates["embed"] / 90.0 == pytest.approx(float(arm.name.split("-")[1]))
+    every = [*coins, *block_arms(scale, pair), *phase_arms(scale, pair)]
+    assert len({arm.name for arm in every}) == len(every)
+    # Everything that compares the two topologies of the paper fits into the 25 minutes of a rented machine.
+    assert sum(arm.takes_s for arm in [*every, *pool_arms(scale, pair, totals)]) < 25 * 60
