@@ -168,8 +168,8 @@ class AutoscalingSpec(Section):
 
 
 class FrontSpec(Section):
-    """The deployment that speaks HTTP. `num_replicas` None means one for every two engine replicas. `session_header` is where
-    clients name their session, which keeps its arm."""
+    """The deployment that speaks HTTP. `num_replicas` None means one for each engine replica on GPUs and one for every
+    two on CPU. `session_header` is where clients name their session, which keeps its arm."""
 
     num_replicas: int | None = Field(default=None, ge=1)
     num_cpus: float = Field(default=0.1, ge=0)

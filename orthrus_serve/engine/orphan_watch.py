@@ -20,11 +20,13 @@ LOOK_EVERY_S = 1.0
 def end_with_owner() -> None:
     """Watches the process that started this one, and ends this one soon after it. Nothing where vLLM runs its core in the
     owner's own process, which multiprocessing did not start."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="orphan-watch").start()
+    owner = multiprocessing.parent_process()
+    if owner is not None:
+        # Not `os.getppid()`: an owner that was killed while this process loaded its model has been replaced by init there.
+        threading.Thread(target=_watch, args=(owner.pid,), daemon=True, name="orphan-watch").start()
 
 
-def _watch(owner: int) -> None:
+def _watch(owner: int | None) -> None:
     # A pipe that closes with the owner would be kept open by whatever else the owner forked meanwhile.
     while os.getppid() == owner:
         time.sleep(LOOK_EVERY_S)

@@ -13,6 +13,7 @@ from orthrus_serve.policy.roles import Split
 from orthrus_serve.policy.topology import (
     PRESETS,
     Topology,
+    default_fronts,
     describe,
     describe_fronts,
     describe_pools,
@@ -51,8 +52,8 @@ def topology_of(args: AppArgs, live: RoutingSpec | None = None, *, pool_name: st
 
 
 def num_fronts(args: AppArgs) -> int:
-    """Fronts of an application: as asked, or one for every two engine replicas of all arms."""
-    return args.front.num_replicas or (args.most_replicas + 1) // 2
+    """Fronts of an application: as asked, or `default_fronts` for the engine replicas of all arms."""
+    return args.front.num_replicas or default_fronts(args.most_replicas, args.num_gpus_per_replica)
 
 
 def planned_topology(application: Application, *, pool_name: str | None = None) -> Topology:

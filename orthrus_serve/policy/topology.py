@@ -112,6 +112,15 @@ RULE_SAYS: Mapping[RouterRule, str] = {
 }
 
 
+def default_fronts(num_replicas: int, num_gpus_per_replica: float) -> int:
+    """Fronts where nobody asked for a number: one for each engine on GPUs, one for every two on CPU.
+
+    A request costs a Front some 10 ms of CPU, most of it Serve's, so one passes about 100 requests/s: hardly more than one H200
+    embeds (docs/benchmarks, 2026-11-30-gpu-cards).
+    """
+    return num_replicas if num_gpus_per_replica > 0 else (num_replicas + 1) // 2
+
+
 def expand(
     name: TopologyName,
     *,
@@ -126,7 +135,7 @@ def expand(
 
     Args:
         pool_name: None means the topology's own; an arm's pool is named after it.
-        num_fronts: None means one for every two engine replicas.
+        num_fronts: None means `default_fronts`.
         split: replicas of the first role to those of the second, for a topology with roles; None means one to all others.
         router_rule: None means the topology's own.
 
@@ -141,7 +150,7 @@ def expand(
         kinds=preset.pool.kinds,
         policy=preset.pool.policy,
     )
-    fronts = (num_replicas + 1) // 2 if num_fronts is None else num_fronts
+    fronts = default_fronts(num_replicas, num_gpus_per_replica) if num_fronts is None else num_fronts
     return Topology(
         name=name,
         pools=(pool,),

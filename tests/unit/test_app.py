@@ -27,9 +27,9 @@ def deployments(**changes: Any) -> tuple[Any, Any]:
     return front, front.init_args[1][""]._bound_deployment
 
 
-def test_engines_are_one_gpu_each_and_there_is_a_front_for_two_of_them() -> None:
+def test_engines_are_one_gpu_each_and_there_is_a_front_for_each_of_them() -> None:
     front, engine = deployments()
-    assert (front.name, front.num_replicas) == ("Front", 2)
+    assert (front.name, front.num_replicas) == ("Front", 4)
     assert (engine.name, engine.num_replicas, engine.ray_actor_options["num_gpus"]) == ("Engine", 4, 1.0)
     assert engine.user_config == {"topology": "unified_homo", "policy": "unified_homo", "min_share": 0.25}
     assert engine.max_ongoing_requests > 10_000
@@ -43,7 +43,7 @@ def test_with_autoscaling_serve_scales_from_the_first_number_and_fronts_are_ther
     scaled = {"min_replicas": 2, "max_replicas": 8, "target_tokens_per_replica": 20_000}
     front, engine = deployments(autoscaling=scaled)
     config = engine._deployment_config.autoscaling_config
-    assert (config.min_replicas, config.initial_replicas, config.max_replicas, front.num_replicas) == (2, 4, 8, 4)
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas, front.num_replicas) == (2, 4, 8, 8)
     assert config.policy.policy_kwargs["target_tokens_per_replica"] == 20_000
     switches = engine.ray_actor_options["runtime_env"]["env_vars"]
     assert switches["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "10"

@@ -32,7 +32,7 @@ def test_an_arm_changes_single_keys_of_what_the_application_says():
     assert (a.topology, a.num_replicas, a.vllm, a.engine.max_wait_steps) == ("dedicated", 2, ARGS["vllm"], 64)
     assert b.vllm == {"max_num_seqs": 8, "dtype": "float32"}
     assert (b.engine.min_share, b.engine.max_wait_steps, b.router.rule, b.arms) == (0.25, 9, "round_robin", {})
-    assert (args.most_replicas, num_fronts(args), topology_of(b).router_rule) == (3, 2, "round_robin")
+    assert (args.most_replicas, num_fronts(args), topology_of(b).router_rule) == (3, 3, "round_robin")
     assert [engine_deployment(arm) for arm in args.by_arm] == ["Engine-a", "Engine-b"]
 
 

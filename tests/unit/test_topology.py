@@ -63,7 +63,7 @@ def test_pools_of_every_ordinary_size_are_planned(name, num_replicas):
     if PRESETS[name].is_split and num_replicas == 1:
         return
     topology = expand(name, num_replicas=num_replicas)
-    assert (topology.num_gpus, topology.num_fronts) == (num_replicas, max(1, num_replicas // 2))
+    assert (topology.num_gpus, topology.num_fronts) == (num_replicas, num_replicas)
     assert any(f"Engine: {num_replicas} replica" in line for line in describe(topology))
 
 
@@ -81,9 +81,10 @@ def test_the_rule_can_be_given():
     assert expand("orthrus", num_replicas=2, router_rule="round_robin").router_rule == "round_robin"
 
 
-@pytest.mark.parametrize(("num_replicas", "num_fronts"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 4)])
-def test_there_is_one_front_for_every_two_replicas(num_replicas, num_fronts):
-    assert expand("orthrus", num_replicas=num_replicas).num_fronts == num_fronts
+@pytest.mark.parametrize(("num_replicas", "on_gpus", "on_cpu"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 2), (8, 8, 4)])
+def test_there_is_one_front_for_each_gpu_and_for_every_two_engines_on_cpu(num_replicas, on_gpus, on_cpu):
+    assert expand("orthrus", num_replicas=num_replicas).num_fronts == on_gpus
+    assert expand("orthrus", num_replicas=num_replicas, num_gpus_per_replica=0).num_fronts == on_cpu
 
 
 def test_the_number_of_fronts_can_be_given():
