@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from loadgen.settings_file import parse_settings
 from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
 from tests.gpu.closed_loop import ClosedLoop, Load
-from tests.gpu.fleet import Scale, block_arms, coin_arms, phase_arms, pool_arms, totals_of
+from tests.gpu.fleet import totals_of
+from tests.gpu.fleet_arms import Scale, block_arms, coin_arms, hop_arms, model_flop_ratio, phase_arms, pool_arms
 from tests.gpu.hops import HopLoad, run_hops
 
 
@@ -54,6 +56,13 @@ def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
         assert sum(rates.values()) == pytest.approx(90.0)
         assert rates["embed"] / 90.0 == pytest.approx(float(arm.name.split("-")[1]))
     every = [*coins, *block_arms(scale, pair), *phase_arms(scale, pair)]
-    assert len({arm.name for arm in every}) == len(every)
+    hops = list(hop_arms(scale, pair, None))
+    assert len({arm.name for arm in [*every, *hops]}) == len(every) + len(hops)
+    for arm in [*every, *hops]:
+        parse_settings(arm.settings)  # loadgen takes them
     # Everything that compares the two topologies of the paper fits into the 25 minutes of a rented machine.
     assert sum(arm.takes_s for arm in [*every, *pool_arms(scale, pair, totals)]) < 25 * 60
+
+
+def test_model_flops_of_tokens_are_two_for_each_parameter() -> None:
+    assert model_flop_ratio(1000.0, 2.0, cards=5, parameters=1e9, peak_flops=1e12) == pytest.approx(0.2)

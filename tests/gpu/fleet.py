@@ -2,10 +2,11 @@
 
 `up` writes a Serve file from `configs/orthrus.yaml` (Mistral-7B shapes with random weights, a random adapter) and starts it in
 the background; `run` goes through arms in the order of their worth, switches the topology live before each, and loads the
-server with `loadgen`; `down` stops it; `all` is the three in turn. `--until S` starts no arm that would end later than S
-seconds from now. `--on-cpu` rehearses everything with the tiny model. A row per arm is printed, and kept in `rows.jsonl`.
+server with `loadgen`; `down` stops it; `all` is the three in turn, and then once more with NIXL between the engines for
+`disagg_pd` at the three ratios. `--until S` starts no arm that would end later than S seconds from now. `--on-cpu` rehearses
+everything with the tiny model. A row per arm is printed, and kept in `rows.jsonl`.
 
-Leaves out what needs another start of the engines: `disagg_pd` runs where `up` was given `--connector`.
+By itself `run` leaves out what needs another start of the engines: `disagg_pd`, where `up` was given `--connector`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,115 +26,32 @@ import yaml
 
 from orthrus_serve.ops.local_server import Paths, start, stop
 from tests.gpu.engines import GRAPH_SIZES, random_model
+from tests.gpu.fleet_arms import (
+    Arm,
+    Scale,
+    block_arms,
+    coin_arms,
+    hop_arms,
+    model_flop_ratio,
+    phase_arms,
+    pool_arms,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT, OUTPUT = 640, 150
-SHARES = (0.9, 0.5, 0.1)
 POLICIES = ("orthrus", "unified_homo", "hetero_fcfs")
+FORMS = ("coin", "pools", "block", "phases", "topologies", "hops", "policies")
 URL = "http://127.0.0.1:8000"
-# How long the slowest request of a coin arm takes on mixed cards, by embed share, at 128 clients a card: seen without HTTP.
-SLOWEST_S = {0.9: 5.0, 0.5: 6.5, 0.1: 6.0}
-EMBED_PER_S, GENERATE_PER_S = 60.0, 42.0  # what one card does of one kind alone, seen without HTTP
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One measurement. `takes_s` is what it is expected to take, everything included; `settings` are loadgen's."""
-
-    name: str
-    topology: str
-    takes_s: float
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How large the load is. `clients` per card; `stretch` multiplies all durations; counts are requests of an arm."""
-
-    cards: int
-    clients: int
-    stretch: float
-    block: int
-    phase: int
-
-    def clients_in_all(self, times: int = 1) -> int:
-        return self.cards * self.clients * times
-
-
-def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> Iterator[Arm]:
-    """Closed loop, each request by a coin. A window is three times the slowest request, after a warm-up of one."""
-    for share in SHARES if times == 1 else (0.5,):
-        queued_s = scale.clients_in_all() * max(share / EMBED_PER_S, (1 - share) / GENERATE_PER_S / (scale.cards - 1))
-        slowest_s = max(SLOWEST_S[share], queued_s) * scale.stretch * times
-        for topology in topologies:
-            yield Arm(
-                f"coin-{share}-{scale.clients_in_all(times)}-{topology}",
-                topology,
-                5.2 * slowest_s + 6.0,
-                {
-                    "workload": {
-                        "kind": "ratio",
-                        "embed_share": share,
-                        "arrivals": {"kind": "closed", "clients": scale.clients_in_all(times)},
-                    },
-                    "warmup_s": slowest_s,
-                    "stop": {"max_duration_s": 4 * slowest_s, "drain_s": 2 * slowest_s},
-                },
-            )
-
-
-def pool_arms(scale: Scale, topologies: tuple[str, ...], totals: dict[float, float]) -> Iterator[Arm]:
-    """A Poisson stream per kind at 0.9 of what `orthrus` did at that share (`totals`, requests/s)."""
-    warm_s, window_s, drain_s = 8.0 * scale.stretch, 24.0 * scale.stretch, 8.0 * scale.stretch
-    for share in SHARES:
-        if share not in totals:
-            continue
-        rates = {"embed": 0.9 * totals[share] * share, "generate": 0.9 * totals[share] * (1 - share)}
-        for topology in topologies:
-            yield Arm(
-                f"pools-{share}-{topology}",
-                topology,
-                warm_s + window_s + drain_s + 6.0,
-                {
-                    "workload": {"kind": "pools"}
-                    | {kind: {"kind": "poisson", "rate": round(rate, 2)} for kind, rate in rates.items()},
-                    "warmup_s": warm_s,
-                    "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
-                },
-            )
-
-
-def block_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
-    """All generations, then at once all embeddings."""
-    for topology in topologies:
-        yield Arm(
-            f"block-{topology}",
-            topology,
-            scale.block * (1 / 42 + 1 / 60) * (1.2 if topology == "dedicated" else 1 / scale.cards) + 6.0,
-            {"workload": {"kind": "block", "num_generate": scale.block, "num_embed": scale.block}},
-        )
-
-
-def phase_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
-    """10, 50, 90 % embeddings, a fixed number of requests each."""
-    for topology in topologies:
-        yield Arm(
-            f"phases-{topology}",
-            topology,
-            3 * scale.phase / (25 * scale.cards if topology == "dedicated" else 40 * scale.cards) + 6.0,
-            {
-                "workload": {
-                    "kind": "phases",
-                    "embed_shares": [0.1, 0.5, 0.9],
-                    "requests_per_phase": scale.phase,
-                    "clients": scale.clients_in_all(),
-                }
-            },
-        )
+PARAMETERS, PEAK_FLOPS = 7.24e9, 790e12  # Mistral-7B; an H200's measured bf16 matrix rate
 
 
 def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
     """The arms in the order of their worth. Lazily, since the pools' rates come from rows made before."""
+    for arm in _arms(options, scale, rows):
+        yield replace(arm, name=f"{arm.name}-nixl") if options.connector else arm
+
+
+def _arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
     pair: tuple[str, ...] = ("dedicated", "orthrus")
     if options.connector:
         pair = ("disagg_pd", "orthrus")
@@ -147,6 +65,11 @@ def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any
                 yield from block_arms(scale, pair if options.connector else (*pair, "hetero_fcfs", "unified_homo"))
             case "phases":
                 yield from phase_arms(scale, pair)
+            case "hops":
+                corpus = str(options.corpus) if options.corpus else None
+                yield from hop_arms(scale, pair if options.connector else (*pair, "unified_homo"), corpus)
+            case "topologies":
+                yield from coin_arms(scale, ("unified_homo", "hetero_fcfs"))
             case "policies":  # twice the clients, so that steps are full
                 yield from coin_arms(scale, POLICIES, times=2)
             case _:
@@ -275,6 +198,15 @@ def row_of(arm: Arm, report: dict[str, Any], options: argparse.Namespace) -> dic
                     told |= {
                         f"{name}_{measure}_{q}_s": round(kind[measure][q]["value"], 4) for q in ("p50", "p95", "p99")
                     }
+        tokens_per_s = sum(told.get(f"{kind}_tokens_per_s", 0) for kind in ("embed", "generate"))
+        told["model_flop_ratio"] = round(model_flop_ratio(tokens_per_s, 1.0, options.cards, PARAMETERS, PEAK_FLOPS), 3)
+        if stage["sessions"]:
+            told |= {
+                "sessions_per_s": round(stage["sessions"]["rate"]["value"], 3),
+                "mean_hops": stage["sessions"]["mean_hops"],
+            }
+            if stage["sessions"]["e2e"]:
+                told |= {f"session_{q}_s": round(stage["sessions"]["e2e"][q]["value"], 2) for q in ("p50", "p99")}
         row["stages"].append(told)
     if len(row["stages"]) == 1:
         row |= row.pop("stages")[0]
@@ -329,18 +261,31 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path(".make/fleet"), help="model, Serve file and the server's log"
     )
-    parser.add_argument("--forms", nargs="+", default=["coin", "pools", "block", "phases", "policies"])
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--rows", type=Path, help="rows of an earlier run, for the pools' rates")
     parser.add_argument("--clients", type=int, default=128, help="per card, in closed loops")
     parser.add_argument("--stretch", type=float, default=1.0, help="factor on all durations")
     parser.add_argument("--until", type=float, default=1e9, metavar="S", help="start no arm that would end later")
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer of at least 32,000 tokens")
+    parser.add_argument("--corpus", type=Path, help="passages for hops, JSON lines of title and text")
     parser.add_argument("--connector", action="store_true", help="with NIXL between the engines: disagg_pd and orthrus")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    if options.verb != "all":
+        return one_server(options)
+    began_s = time.monotonic()
+    one_server(options)
+    # The same with a connector: the three ratios in coin form. Its rows lie beside the others.
+    options.until -= time.monotonic() - began_s
+    options.connector, options.forms, options.folder = True, ["coin"], options.folder / "connector"
+    return one_server(options)
+
+
+def one_server(options: argparse.Namespace) -> int:
+    """What the verb says, on one start of the engines."""
     paths = Paths(options.folder.resolve())
     if options.verb in ("up", "all"):
         paths.folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,139 @@
+"""What `fleet.py` runs: one arm is a topology and a load. Pure: numbers in, arms out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SHARES = (0.9, 0.5, 0.1)
+# How long the slowest request of a coin arm takes on mixed cards, by embed share, at 128 clients a card: seen without HTTP.
+SLOWEST_S = {0.9: 5.0, 0.5: 6.5, 0.1: 6.0}
+EMBED_PER_S, GENERATE_PER_S = 60.0, 42.0  # what one card does of one kind alone, seen without HTTP
+SESSIONS = 80  # Iter-RetGen, per card
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measurement. `takes_s` is what it is expected to take, everything included; `settings` are loadgen's."""
+
+    name: str
+    topology: str
+    takes_s: float
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the load is. `clients` per card; `stretch` multiplies all durations; counts are requests of an arm."""
+
+    cards: int
+    clients: int
+    stretch: float
+    block: int
+    phase: int
+
+    def clients_in_all(self, times: int = 1) -> int:
+        return self.cards * self.clients * times
+
+
+def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> Iterator[Arm]:
+    """Closed loop, each request by a coin. A window is three times the slowest request, after a warm-up of one."""
+    for share in SHARES if times == 1 else (0.5,):
+        queued_s = scale.clients_in_all() * max(share / EMBED_PER_S, (1 - share) / GENERATE_PER_S / (scale.cards - 1))
+        slowest_s = max(SLOWEST_S[share], queued_s) * scale.stretch * times
+        for topology in topologies:
+            yield Arm(
+                f"coin-{share}-{scale.clients_in_all(times)}-{topology}",
+                topology,
+                5.2 * slowest_s + 6.0,
+                {
+                    "workload": {
+                        "kind": "ratio",
+                        "embed_share": share,
+                        "arrivals": {"kind": "closed", "clients": scale.clients_in_all(times)},
+                    },
+                    "warmup_s": slowest_s,
+                    "stop": {"max_duration_s": 4 * slowest_s, "drain_s": 2 * slowest_s},
+                },
+            )
+
+
+def pool_arms(scale: Scale, topologies: tuple[str, ...], totals: dict[float, float]) -> Iterator[Arm]:
+    """A Poisson stream per kind at 0.9 of what `orthrus` did at that share (`totals`, requests/s)."""
+    warm_s, window_s, drain_s = 8.0 * scale.stretch, 24.0 * scale.stretch, 8.0 * scale.stretch
+    for share in SHARES:
+        if share not in totals:
+            continue
+        rates = {"embed": 0.9 * totals[share] * share, "generate": 0.9 * totals[share] * (1 - share)}
+        for topology in topologies:
+            yield Arm(
+                f"pools-{share}-{topology}",
+                topology,
+                warm_s + window_s + drain_s + 6.0,
+                {
+                    "workload": {"kind": "pools"}
+                    | {kind: {"kind": "poisson", "rate": round(rate, 2)} for kind, rate in rates.items()},
+                    "warmup_s": warm_s,
+                    "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
+                },
+            )
+
+
+def block_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
+    """All generations, then at once all embeddings."""
+    for topology in topologies:
+        yield Arm(
+            f"block-{topology}",
+            topology,
+            scale.block * (1 / 42 + 1 / 60) * (1.2 if topology == "dedicated" else 1 / scale.cards) + 6.0,
+            {"workload": {"kind": "block", "num_generate": scale.block, "num_embed": scale.block}},
+        )
+
+
+def phase_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
+    """10, 50, 90 % embeddings, a fixed number of requests each."""
+    for topology in topologies:
+        yield Arm(
+            f"phases-{topology}",
+            topology,
+            3 * scale.phase / (25 * scale.cards if topology == "dedicated" else 40 * scale.cards) + 6.0,
+            {
+                "workload": {
+                    "kind": "phases",
+                    "embed_shares": [0.1, 0.5, 0.9],
+                    "requests_per_phase": scale.phase,
+                    "clients": scale.clients_in_all(),
+                }
+            },
+        )
+
+
+def hop_arms(scale: Scale, topologies: tuple[str, ...], corpus: str | None) -> Iterator[Arm]:
+    """Iter-RetGen in its short form, both variants: 2 to 5 hops, 1 to 10 documents, 300 tokens an answer."""
+    warm_s, window_s, drain_s = 20.0 * scale.stretch, 45.0 * scale.stretch, 20.0 * scale.stretch
+    for variant in ("query_and_documents", "query_only"):
+        for topology in topologies:
+            workload = {
+                "kind": "iter_retgen",
+                "variant": variant,
+                "arrivals": {"kind": "closed", "clients": max(2, scale.cards * SESSIONS * scale.clients // 128)},
+                "output_tokens": 300,
+                "max_passages": 400,
+                "index_cache": None,
+            }
+            if corpus is not None:
+                workload["corpus"] = corpus
+            yield Arm(
+                f"hops-{variant}-{topology}",
+                topology,
+                warm_s + window_s + drain_s + 15.0,
+                {
+                    "workload": workload,
+                    "warmup_s": warm_s,
+                    "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
+                },
+            )
+
+
+def model_flop_ratio(tokens: float, seconds: float, cards: int, parameters: float, peak_flops: float) -> float:
+    """Model FLOPs of so many tokens (two for each parameter, attention left out) ÷ what the cards could do in that time."""
+    return 2.0 * parameters * tokens / (seconds * cards * peak_flops)
