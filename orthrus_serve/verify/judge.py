@@ -3,7 +3,8 @@
 Asks the reference once for each vector, however many answers are held against it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import numpy as np
 
@@ -24,10 +25,13 @@ class Judge:
         adapters: Mapping[str, AdapterSpec],
         tolerance: Tolerance,
         embedder: ReferenceEmbedder | None = None,
+        load_rounded: Callable[[], ReferenceDecoder] | None = None,
     ) -> None:
-        """`embedder` answers for every name that embeds and is no adapter."""
+        """`embedder` answers for every name that embeds and is no adapter. `load_rounded` gives the reference in the server's
+        own number format, where that is not float32; it is called only when a vector is not near without."""
         self._reference, self._adapters, self._tolerance = reference, adapters, tolerance
         self._embedder = embedder
+        self._load_rounded = load_rounded
         self._known: dict[tuple[object, ...], Floats] = {}
 
     def judge(self, ask: Ask, answer: Answer) -> list[Finding]:
@@ -47,7 +51,10 @@ class Judge:
         if len(answer.vectors) != len(ask.inputs):
             return [Finding(f"{len(answer.vectors)} vectors for {len(ask.inputs)} inputs")]
         pairs = zip(answer.vectors, ask.inputs, strict=True)
-        found = [compare_vector(got, self._vector(ask, one.token_ids), self._tolerance) for got, one in pairs]
+        found = [
+            compare_vector(got, self._vector(ask, one.token_ids), self._tolerance, self._rounding(ask, one.token_ids))
+            for got, one in pairs
+        ]
         if answer.num_tokens != wanted:
             found.append(Finding(f"usage counts {answer.num_tokens} tokens, expected {wanted}"))
         return found
@@ -59,12 +66,26 @@ class Judge:
             whole = self._embedder.vector(token_ids, normalize=ask.normalize, dimensions=ask.dimensions)
             self._known[key] = whole.numpy()
         elif key not in self._known:
-            spec = self._adapters[ask.adapter]
-            self._known[key] = self._reference.vector(
-                token_ids, ask.adapter, pooling=spec.pooling, normalize=ask.normalize,
-                dimensions=ask.dimensions, head=spec.head,
-            ).numpy()  # fmt: skip
+            self._known[key] = self._adapted(self._reference, ask, token_ids)
         return self._known[key]
+
+    def _rounding(self, ask: EmbedAsk, token_ids: tuple[int, ...]) -> Callable[[], Floats] | None:
+        if self._load_rounded is None or ask.adapter not in self._adapters:
+            return None
+        return lambda: self._adapted(self._rounded, ask, token_ids)
+
+    @cached_property
+    def _rounded(self) -> ReferenceDecoder:
+        assert self._load_rounded is not None
+        return self._load_rounded()
+
+    def _adapted(self, reference: ReferenceDecoder, ask: EmbedAsk, token_ids: tuple[int, ...]) -> Floats:
+        spec = self._adapters[ask.adapter]
+        vector = reference.vector(
+            token_ids, ask.adapter, pooling=spec.pooling, normalize=ask.normalize,
+            dimensions=ask.dimensions, head=spec.head,
+        )  # fmt: skip
+        return vector.float().numpy()
 
     def _tokens(self, ask: GenerateAsk, answer: Tokens) -> Finding:
         if answer.prompt_token_ids != ask.prompt.token_ids:

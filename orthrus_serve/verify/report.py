@@ -25,6 +25,8 @@ def make_row(case: str, model: str, findings: Sequence[Finding]) -> Row:
     num_tokens = sum(finding.num_tokens for finding in findings)
     num_ties = sum(finding.num_ties for finding in findings)
     parts = [f"{len(cosines)} vector{'s' * (len(cosines) != 1)}"] if cosines else []
+    num_rounded = sum(finding.is_rounded for finding in findings)
+    parts += [f"{num_rounded} by its rounding"] if num_rounded else []
     parts += [f"{num_tokens} tokens"] if num_tokens else []
     worst = [f"cosine {min(cosines):.7f}"] if cosines else []
     worst += [f"{num_ties} near tie{'s' * (num_ties != 1)}"] if num_tokens else []

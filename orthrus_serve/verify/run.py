@@ -8,9 +8,11 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from orthrus_serve.config.load import parse_args, read_serve_file
@@ -32,8 +34,8 @@ DEFAULT_TOKEN_BUDGET = 2048
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """One verification. `max_tokens` bounds the inputs where the context is longer than there is patience for; `arm` None means
-    every arm, one after the other."""
+    """One verification. `dtype` is what the server computes in; `max_tokens` bounds the inputs where the context is longer than
+    there is patience for; `arm` None means every arm, one after the other."""
 
     url: str
     args: AppArgs
@@ -43,6 +45,7 @@ class VerifySettings:
     max_tokens: int | None = None
     api_key: str | None = None
     arm: str | None = None
+    dtype: str = "float32"
 
 
 def main(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -81,7 +84,7 @@ def settings_of(options: argparse.Namespace) -> VerifySettings:
         except OSError as error:
             raise ConfigError(f"--api-key-file: {options.api_key_file}: {error.strerror}") from error
     return VerifySettings(
-        options.url, args, tolerance, options.device, options.seed, options.max_tokens, key, options.arm
+        options.url, args, tolerance, options.device, options.seed, options.max_tokens, key, options.arm, dtype
     )
 
 
@@ -103,10 +106,12 @@ def verify(settings: VerifySettings, say: Callable[[str], None]) -> list[Row]:
     say("computing the reference")
     specs = {**settings.args.adapters, **settings.args.generate_adapters}
     folders = {name: spec.path for name, spec in specs.items()}
-    reference = ReferenceDecoder.load(settings.args.model.path, folders, device=settings.device)
+    load = partial(ReferenceDecoder.load, settings.args.model.path, folders, device=settings.device)
+    reference = load()
+    load_rounded = None if settings.dtype == "float32" else partial(load, dtype=getattr(torch, settings.dtype))
     rows: list[Row] = []
     for arm, args in by_arm.items():
-        judge = Judge(reference, args.adapters, settings.tolerance, embedders[arm])
+        judge = Judge(reference, args.adapters, settings.tolerance, embedders[arm], load_rounded)
         rows += rows_of(judge, answered[arm], arm)
     return rows
 

@@ -173,3 +173,28 @@ def test_a_model_of_its_own_that_embeds_is_asked_in_its_own_words_up_to_its_own_
     (cut,) = [one for ask in asked if ask.case == "truncated" for one in ask.inputs if isinstance(one.sent, str)]
     assert (cut.token_ids[0], cut.token_ids[-1]) == (first, last)
     assert {ask.limit for stage in planned for ask in stage if isinstance(ask, RefusedAsk)} == {128}
+
+
+def turned(lack: float) -> Any:
+    """A vector whose cosine to (1, 0) lacks that of 1."""
+    return np.array([1 - lack, (1 - (1 - lack) ** 2) ** 0.5], dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("lack", "by_rounding", "is_near"),
+    [
+        (0.004, None, True),
+        (0.02, None, False),
+        (0.02, 0.001, False),  # rounding does less to it
+        (0.02, 0.01, True),
+        (0.3, 0.3, False),  # whatever rounding does: such a vector is another one
+    ],
+)
+def test_a_vector_may_be_as_far_off_as_rounding_takes_the_reference_itself(
+    lack: float, by_rounding: float | None, is_near: bool
+) -> None:
+    rounded = None if by_rounding is None else lambda: turned(by_rounding)
+    found = compare_vector(turned(lack), turned(0.0), TOLERANCES["bfloat16"], rounded)
+    assert (found.problem is None) == is_near
+    assert found.is_rounded == (is_near and lack > TOLERANCES["bfloat16"].cosine)
+    assert ("by its rounding" in make_row("alone", "m", [found]).compared) == found.is_rounded
