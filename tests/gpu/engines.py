@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,9 @@ def vocabulary_of(shape: str) -> int:
 def token_ids(rng: random.Random, length: int, vocabulary: int) -> list[int]:
     """Random prompt tokens without the first, special ones."""
     return [rng.randrange(5, vocabulary) for _ in range(length)]
+
+
+def say(row: dict[str, Any]) -> None:
+    """Prints a row as soon as it is there, as one line of JSON."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from orthrus_serve.ops.local_server import Paths, start, stop
-from tests.gpu.engines import GRAPH_SIZES, random_model
+from tests.gpu.engines import GRAPH_SIZES, random_model, say
 from tests.gpu.fleet_arms import (
     Arm,
     Scale,
@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
     rows += [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows else []
     running = None
-    for number, arm in enumerate(all_arms(options, scale, rows), len(rows)):
+    for arm in all_arms(options, scale, rows):
         left_s = options.until - (time.monotonic() - began_s)
         if arm.takes_s > left_s:
             say({"arm": arm.name, "left_out": f"takes {arm.takes_s:.0f} s, {left_s:.0f} s are left"})
@@ -237,7 +237,10 @@ def run(options: argparse.Namespace) -> int:
         try:
             switched_s = switch(arm.topology, options.cards) if arm.topology != running else 0.0
             running = arm.topology
-            row = load(arm, options, options.out, 1000 * options.seed + number) | {"switched_s": round(switched_s, 2)}
+            # By what has run, also in earlier calls on this server: an arm that was left out must not give its seed to two.
+            row = load(arm, options, options.out, 1000 * options.seed + len(rows)) | {
+                "switched_s": round(switched_s, 2)
+            }
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             row, running = {"arm": arm.name, "topology": arm.topology, "failed": str(error)[-1500:]}, None
         row["took_s"] = round(time.monotonic() - arm_began_s, 1)
@@ -246,11 +249,6 @@ def run(options: argparse.Namespace) -> int:
             file.write(json.dumps(row) + "\n")
         say(row)
     return 0
-
-
-def say(row: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
 
 
 def main() -> int:

@@ -13,19 +13,20 @@ import random
 import subprocess
 import sys
 import time
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import yaml
 
 import tests.engine.conftest  # noqa: F401  sets vLLM's switches before anything imports it
 from orthrus_serve.ops.local_server import Paths, start, stop
+from orthrus_serve.verify.compare import cosine
 from tests.engine.harness import VOCAB_SIZE, make_tiny_model
+from tests.gpu.engines import say
+from tests.gpu.fleet import REPOSITORY, URL, switch
 
-REPOSITORY = Path(__file__).parents[2]
-URL = "http://127.0.0.1:8000"
 PROMPTS, STREAMED, EMBEDDED = 200, 100, 60
 
 
@@ -99,12 +100,6 @@ async def answers(seed: int) -> dict[str, Any]:
     }
 
 
-def cosine(one: list[float], other: list[float]) -> float:
-    """Of two vectors."""
-    product = sum(a * b for a, b in zip(one, other, strict=True))
-    return product / (sum(a * a for a in one) * sum(b * b for b in other)) ** 0.5
-
-
 def compared(handed: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """How far answers through two replicas are from those of one."""
 
@@ -117,15 +112,10 @@ def compared(handed: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         "streams_equal_to_whole": sum(a == b for a, b in zip(handed["streams"], handed["texts"], strict=False)),
         "streams": len(handed["streams"]),
         "worst_first_logprob_difference": max(abs(a - b) for a, b in pairs("first_logprobs")),
-        "worst_cosine": min(starmap(cosine, pairs("vectors"))),
+        "worst_cosine": min(cosine(np.array(a), np.array(b)) for a, b in pairs("vectors")),
         "prompt_tokens_fetched": handed["fetched_tokens"],
         "took_s": [handed["took_s"], plain["took_s"]],
     }
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main() -> int:
@@ -139,18 +129,18 @@ def main() -> int:
     paths = Paths(options.folder.resolve())
     paths.folder.mkdir(parents=True, exist_ok=True)
     file = serve_file(paths.folder, on_cpu=options.on_cpu)
-    command = [sys.executable, "-m", "orthrus_serve.cli"]
-    start(str(file), paths, say)
+    start(str(file), paths, lambda line: say({"server": line}))
     try:
         handed = asyncio.run(answers(options.seed))
-        subprocess.run([*command, "switch", "orthrus"], check=True, timeout=60)
+        switch("orthrus", 2)
         result = compared(handed, asyncio.run(answers(options.seed)))
         options.json.write_text(json.dumps(result) + "\n")
-        say(json.dumps(result))
-        subprocess.run([*command, "switch", "disagg_pd", "--split", "1:1"], check=True, timeout=60)
-        verified = subprocess.run([*command, "verify", URL, "--config", str(file)], check=False, timeout=600)
+        say(result)
+        switch("disagg_pd", 2)
+        command = [sys.executable, "-m", "orthrus_serve.cli", "verify", URL, "--config", str(file)]
+        verified = subprocess.run(command, check=False, timeout=600)
     finally:
-        stop(paths, say)
+        stop(paths, lambda line: say({"server": line}))
     return verified.returncode
 
 

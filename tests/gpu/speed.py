@@ -29,7 +29,7 @@ import torch
 import tests.engine.conftest  # noqa: F401  sets vLLM's switches before anything imports it
 from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
 from tests.gpu.closed_loop import ClosedLoop, Load
-from tests.gpu.engines import engine_on_device, random_model, token_ids, vocabulary_of
+from tests.gpu.engines import engine_on_device, random_model, say, token_ids, vocabulary_of
 from tests.gpu.hops import HopLoad, run_hops
 
 Row = dict[str, Any]
@@ -266,11 +266,6 @@ def hops(lab: Lab, options: argparse.Namespace) -> list[Row]:
         say(rows[-1])
         lab.drop()
     return rows
-
-
-def say(row: Row) -> None:
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
 
 
 PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
