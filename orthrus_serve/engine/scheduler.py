@@ -35,6 +35,7 @@ from orthrus_serve.engine.vllm_compat import (
     SchedulerOutput,
     verify_hooks,
 )
+from orthrus_serve.engine.vllm_fixes import NO_TOKEN_LEFT
 from orthrus_serve.policy.step_plan import (
     LANES,
     Adapters,
@@ -196,9 +197,12 @@ class MixedSchedulerMixin(CoreChannelMixin):
             self._handovers["late"] += 1
         return super()._handle_blocked_waiting_request(request)
 
-    # The connector's own parameters of a finished prompt go out with what the prompt was.
+    # Called for every request that ends, before its last output is made. The connector's own parameters of a finished prompt go
+    # out with what the prompt was.
     @override
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        if request.status == RequestStatus.FINISHED_ERROR and request.use_structured_output:
+            request.stop_reason = NO_TOKEN_LEFT
         is_kept, params = super()._connector_finished(request)
         return is_kept, {**params, DIGEST: prompt_digest(request)} if params else params
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from typing_extensions import override
 from vllm.distributed import get_pp_group
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from orthrus_serve.engine.vllm_compat import ENGINE_HOOKS, verify_hooks
+
+# The scheduler's reason for ending a generation that neither its grammar nor its sampling parameters leave a token.
+NO_TOKEN_LEFT = "no_token_left"
 
 
 def complete_aborted_poolings(outputs: Sequence[Any], states: Any) -> None:
@@ -27,12 +31,30 @@ def complete_aborted_poolings(outputs: Sequence[Any], states: Any) -> None:
             output.pooling_output = output_processor.EMPTY_CPU_TENSOR
 
 
+def refuse_the_unanswerable(outputs: Sequence[Any], states: Any) -> None:
+    """Makes a request without a token that may follow its caller's error (a 400), not the server's.
+
+    Stock (v1/core/sched/scheduler.py, "grammar rejected tokens"): `structured_outputs` beside `allowed_token_ids` that have
+    nothing in common, or a vocabulary that cannot write what the grammar asks for, leave every token masked; one is sampled
+    none the less, the grammar rejects it, and the caller reads "Internal server error".
+    """
+    for output in outputs:
+        state = states.get(output.request_id)
+        if state is not None and state.queue is not None and output.stop_reason == NO_TOKEN_LEFT:
+            message = (
+                f"After {state.detokenizer.num_output_tokens()} tokens of output, no token may follow: the format asked for "
+                "and the tokens allowed have none in common, or the model's vocabulary cannot write that format."
+            )
+            state.queue.put(VLLMValidationError(message, parameter="structured_outputs"))
+
+
 class FixedOutputProcessor(OutputProcessor):
-    """vLLM's output processor with `complete_aborted_poolings` before it."""
+    """vLLM's output processor with `complete_aborted_poolings` and `refuse_the_unanswerable` before it."""
 
     @override
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         complete_aborted_poolings(engine_core_outputs, self.request_states)
+        refuse_the_unanswerable(engine_core_outputs, self.request_states)
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
 
 

@@ -172,6 +172,25 @@ def test_the_openai_app_serves_both_tasks(running: Running, tiny: TinyModel) -> 
     assert chat.json()["usage"]["completion_tokens"] == 5
 
 
+NOTHING_IN_COMMON = {"structured_outputs": {"choice": ["w5", "w6"]}, "allowed_token_ids": [9]}
+NOT_IN_THE_VOCABULARY = {"response_format": {"type": "json_object"}}  # the tiny model has words alone
+
+
+@pytest.mark.parametrize("asked", [NOTHING_IN_COMMON, NOT_IN_THE_VOCABULARY])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_format_that_leaves_no_token_is_the_callers_error_and_disturbs_nobody(
+    running: Running, tiny: TinyModel, asked: dict[str, Any], n: int
+) -> None:
+    """Stock vLLM: a 500 (see `vllm_fixes.py`)."""
+    body = {"prompt": WORDS, "max_tokens": 5, "n": n, "temperature": 1.0, **asked}
+    refused = running.post("/v1/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
+    assert "no token may follow" in refused.json()["error"]["message"]
+    streamed = running.post("/v1/completions", body | {"stream": True})
+    assert "no token may follow" in streamed.text
+    assert running.run(running.generate(WORD_IDS, f"after {n} {sorted(asked)}", 5)) == tiny.greedy(WORD_IDS, 5)
+
+
 def test_watch_answers_at_once_when_idle(running: Running) -> None:
     report = running.run(running.engine.channel.watch())
     assert report["running"] == report["waiting"] == 0

@@ -27,12 +27,18 @@ from tests.serve.soak_clients import Clients, Ended, learn_answers, make_known
 from tests.serve.soak_faults import WELL_WITHIN_S, Faults, NotWellError, front_pids
 
 NUM_ENGINES, NUM_FRONTS = 2, 2
-NUM_USUAL, NUM_ODD = 6, 2
-THINK_S = 0.5
 BETWEEN_FAULTS_S = 3.0
-# How long clients ask before anything is measured or happens.
-WARM_UP_S = 20.0
 SAMPLE_GAP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Who asks: clients that behave and that do not, their mean pause, and how long they ask before anything happens."""
+
+    num_usual: int = 6
+    num_odd: int = 2
+    think_s: float = 0.5
+    warm_up_s: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def state_of(app: App) -> dict[str, Any]:
 
 
 async def soak(
-    app: App, seconds: float, seed: int, think_s: float = THINK_S, faults: list[str] | None = None
+    app: App, seconds: float, seed: int, traffic: Traffic, faults: list[str] | None = None
 ) -> dict[str, Any]:
     """Runs for about so long, one fault after the other in a random order that repeats; returns everything that was seen.
 
@@ -100,10 +106,10 @@ async def soak(
     await injector.until_well()
     known = await learn_answers(app.url, make_known(rng))
     calm = await asyncio.to_thread(state_of, app)
-    clients = Clients(app.url, known, seed, think_s)
-    running = asyncio.create_task(clients.run(NUM_USUAL, NUM_ODD))
+    clients = Clients(app.url, known, seed, traffic.think_s)
+    running = asyncio.create_task(clients.run(traffic.num_usual, traffic.num_odd))
     began_s = time.monotonic()
-    await asyncio.sleep(WARM_UP_S)
+    await asyncio.sleep(traffic.warm_up_s)
     warm = await asyncio.to_thread(usage_of, app)
     memory: list[dict[str, int]] = []
     sampling = asyncio.create_task(_sample_memory(list(warm), memory))
@@ -116,8 +122,8 @@ async def soak(
     return {
         "seconds": time.monotonic() - began_s,
         "seed": seed,
-        "think_s": think_s,
-        "clients": [NUM_USUAL, NUM_ODD],
+        "think_s": traffic.think_s,
+        "clients": [traffic.num_usual, traffic.num_odd],
         "requests": clients.notes.counts(),
         "by_client": clients.notes.by_what(),
         "faults": _by_fault(injected, clients.notes.ended),
@@ -179,14 +185,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--think-s", type=float, default=THINK_S, help="mean pause of a client between its requests")
+    parser.add_argument(
+        "--think-s", type=float, default=Traffic.think_s, help="mean pause of a client between its requests"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    traffic = Traffic(think_s=options.think_s)
 
     with tempfile.TemporaryDirectory() as folder, local_serve() as url:
         tiny = make_tiny_model(Path(folder))
         serve.run(build(args_of(tiny.model, tiny.adapter)), name="soak", route_prefix="/soak")
-        found = asyncio.run(soak(App("soak", f"{url}/soak"), options.seconds, options.seed, options.think_s))
+        found = asyncio.run(soak(App("soak", f"{url}/soak"), options.seconds, options.seed, traffic))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps({**found, "unmeant": found["unmeant"][:20]}, indent=1) + "\n")

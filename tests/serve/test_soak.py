@@ -9,11 +9,13 @@ from ray import serve
 
 from orthrus_serve.app import build
 from tests.serve.conftest import App
-from tests.serve.soak import args_of, soak
+from tests.serve.soak import Traffic, args_of, soak
 
 FAULTS = ["Front killed", "core killed"]
 # Files that a process may hold more than when it was young: its connections come and go.
 MORE_FILES = 64
+# Few enough that the machine has time for an engine that starts.
+TRAFFIC = Traffic(num_usual=3, num_odd=1, think_s=1.0, warm_up_s=8.0)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def app(serve_url: str, tiny: Any) -> Iterator[App]:
 
 @pytest.mark.timeout(900)  # a core that was killed costs a new engine, beside clients that leave the machine little
 def test_under_faults_every_request_ends_no_answer_is_wrong_and_nothing_is_left(app: App) -> None:
-    found = asyncio.run(soak(app, 1.0, seed=1, faults=FAULTS))  # each once
+    found = asyncio.run(soak(app, 1.0, 1, TRAFFIC, FAULTS))  # each once
     assert [one["well_after_s"] for one in found["injected"] if one["well_after_s"] is None] == []
     assert found["requests"]["right"] > 50, found["requests"]
     assert not {"wrong", "none"} & set(found["requests"]), found["unmeant"]
