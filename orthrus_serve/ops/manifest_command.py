@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REPOSITORY[:FILES]=FOLDER",
         help="fetch this from the Hugging Face hub into a folder of the volume, such as org/model=~/models/model",
     )
-    parser.add_argument("--high-throughput", action="store_true", help="Ray Serve's HAProxy and direct gRPC")
+    parser.add_argument("--high-throughput", action="store_true", help="HAProxy in place of Ray Serve's Python proxy")
     operator, monitoring = Choices.operator_namespace, Choices.monitoring_namespace
     parser.add_argument("--operator-namespace", default=operator, help=f"where KubeRay's operator runs ({operator})")
     parser.add_argument("--monitoring-namespace", default=monitoring, help=f"where Prometheus runs ({monitoring})")

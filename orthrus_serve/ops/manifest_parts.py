@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MODELS_FOLDER, CACHE_FOLDER = "/models", "/cache"
+BIN_FOLDER = "/opt/orthrus/bin"  # of the images (deploy/docker)
 METRICS_PORT, AUTOSCALER_METRICS_PORT, DASHBOARD_METRICS_PORT = 8080, 44217, 44227
 DASHBOARD_PORT, AGENT_PORT, DNS_PORT = 8265, 52365, 53
 API_SERVER_PORTS = (443, 6443)

@@ -19,6 +19,7 @@ import orthrus_serve
 from orthrus_serve.config.load import IMPORT_PATH, Application, parse_serve_file
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import ConfigError
+from orthrus_serve.ops import haproxy
 from orthrus_serve.ops import manifest_parts as parts
 from orthrus_serve.ops.manifest_parts import MODELS_FOLDER, Names
 
@@ -43,7 +44,7 @@ class Choices:
     Attributes:
         num_gpus: GPUs in all, in place of those that follow from the file; None leaves the file's.
         image: for every pod; None is this version's own name, to be pushed to wherever the cluster pulls from.
-        high_throughput: Ray Serve's HAProxy and direct gRPC instead of its Python proxy.
+        high_throughput: HAProxy and a shorter way between Front and replica (deploy/README.md).
     """
 
     namespace: str = "orthrus"
@@ -286,11 +287,7 @@ def _environment(choices: Choices) -> list[dict[str, str]]:
         "TRITON_CACHE_DIR": f"{parts.CACHE_FOLDER}/triton",
     }
     if choices.high_throughput:
-        wanted |= {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),
-        }
+        wanted |= {**haproxy.SWITCHES, haproxy.BINARY_PATH: f"{parts.BIN_FOLDER}/{haproxy.SCRIPT}"}
     return [{"name": name, "value": value} for name, value in wanted.items()]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from orthrus_serve.ops import haproxy
 from orthrus_serve.ops.local_server import Paths, start, stop
 from tests.gpu.engines import GRAPH_SIZES, random_model, say
 from tests.gpu.fleet_arms import (
@@ -268,10 +269,17 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, help="passages for hops, JSON lines of title and text")
     parser.add_argument("--connector", action="store_true", help="with NIXL between the engines: disagg_pd and orthrus")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument(
+        "--haproxy", type=Path, help="the script orthrus-haproxy: HAProxy before the Fronts, for all arms"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    if (
+        options.haproxy is not None
+    ):  # the Python proxy of a host passes some 200 requests/s, fewer than four cards answer
+        os.environ.update(haproxy.SWITCHES | {haproxy.BINARY_PATH: str(options.haproxy.resolve())})
     if options.verb != "all":
         return one_server(options)
     began_s = time.monotonic()

@@ -257,8 +257,10 @@ def test_high_throughput_is_asked_for_on_the_head_and_on_workers():
     for wanted in (False, True):
         cluster = ray_service(raw(), high_throughput=wanted)["rayClusterConfig"]
         for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
-            names = {env["name"] for env in container(group)["env"]}
-            assert ("RAY_SERVE_ENABLE_HA_PROXY" in names) == wanted
+            told = {env["name"]: env["value"] for env in container(group)["env"]}
+            assert ("RAY_SERVE_ENABLE_HA_PROXY" in told) == wanted
+            binary = "/opt/orthrus/bin/orthrus-haproxy" if wanted else None
+            assert told.get("RAY_SERVE_HAPROXY_BINARY_PATH") == binary
 
 
 @pytest.mark.parametrize("fetch", ["model", "org/model=/elsewhere/model", "org/model", "org/model=~/models/a b"])
