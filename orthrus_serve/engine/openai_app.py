@@ -5,9 +5,11 @@ Leaves out which of its routes may be reached (the Front's allow-list) and how b
 
 from argparse import Namespace
 from collections.abc import Mapping
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -17,6 +19,10 @@ from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.engine.args import engine_args, prepared_adapters
 from orthrus_serve.engine.llm import MixedLLM, ReportingLLM
+
+# Where FastAPI reads bodies, and what code that takes a field for something else raises there; vLLM answers TypeError itself.
+PARSING = "fastapi.dependencies.utils"
+UNREADABLE = (AttributeError, LookupError)
 
 
 async def make_openai_app(engine: MixedLLM, args: AppArgs) -> Any:
@@ -41,4 +47,18 @@ async def openai_app(engine: ReportingLLM, started_with: AsyncEngineArgs, adapte
     app = build_app(namespace, supported_tasks=tasks, model_config=engine.model_config)
     await init_app_state(engine, app.state, namespace, tasks)
     app.state.server = SimpleNamespace()  # handlers look for the uvicorn server, which there is none of
+    for kind in UNREADABLE:
+        app.add_exception_handler(kind, _refuse_unreadable)
+    app.middleware_stack = (
+        None  # made already, by the instrumentator; the first request makes it anew, with these handlers
+    )
     return app
+
+
+async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
+    """A 400 for a body on which vLLM's own checks stumble (`"tools": [1]`, say): they run before types are checked, and any
+    error of theirs but a ValueError is a 500."""
+    if not any(frame.f_globals.get("__name__") == PARSING for frame, _ in walk_tb(error.__traceback__)):
+        raise error
+    message = f"The body has a field of the wrong type: {error}."
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}, 400)

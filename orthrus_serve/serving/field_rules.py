@@ -90,6 +90,9 @@ def check_sampling(body: Mapping[str, Any], served: Served, *, is_chat: bool) ->
                 raise refuse(field, f"{field} must be a list of token ids, got {brief(ids)}.")
             check_max_items(field, ids, served.vocab_size, "token ids")
             check_token_ids(field, ids, served.vocab_size)
+    formatted = body.get("structured_outputs")
+    if formatted is not None and not isinstance(formatted, dict):
+        raise refuse("structured_outputs", f"structured_outputs must be an object, got {brief(formatted)}.")
     if body.get("logit_bias") is not None:
         _check_logit_bias(body["logit_bias"], served.vocab_size)
 

@@ -191,6 +191,33 @@ def test_a_format_that_leaves_no_token_is_the_callers_error_and_disturbs_nobody(
     assert running.run(running.generate(WORD_IDS, f"after {n} {sorted(asked)}", 5)) == tiny.greedy(WORD_IDS, 5)
 
 
+STUMBLED_OVER: tuple[dict[str, Any], ...] = (
+    {"structured_outputs": []},
+    {"structured_outputs": "regex"},
+    {"tools": [1], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+    {"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+    {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]},
+    {"messages": 5},
+)
+
+
+@pytest.mark.parametrize("fields", STUMBLED_OVER, ids=str)
+def test_a_field_that_vllm_stumbles_over_is_the_callers_error(running: Running, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 2, **fields}
+    refused = running.post("/v1/chat/completions", body)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["message"]
+
+
+def test_a_fault_of_the_server_is_not_told_as_the_callers(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(*_: Any, **__: Any) -> None:
+        raise AttributeError("a fault of ours")
+
+    monkeypatch.setattr(running.engine, "generate", stumble)
+    with pytest.raises(AttributeError, match="a fault of ours"):
+        running.post("/v1/completions", {"prompt": WORDS, "max_tokens": 2})
+
+
 def test_watch_answers_at_once_when_idle(running: Running) -> None:
     report = running.run(running.engine.channel.watch())
     assert report["running"] == report["waiting"] == 0

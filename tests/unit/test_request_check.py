@@ -158,6 +158,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"stop_token_ids": [1000]}, "stop_token_ids[0]", "999"),
     (CHAT, {"stop_token_ids": 5}, "stop_token_ids", "list"),
     (CHAT, {"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "999"),
+    (CHAT, {"structured_outputs": []}, "structured_outputs", "object"),
+    (COMPLETE, {"structured_outputs": "x"}, "structured_outputs", "object"),
     (CHAT, {"logit_bias": {"1000": 1}}, "logit_bias", "999"),
     (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias", "999"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "999"),
