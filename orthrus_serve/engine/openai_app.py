@@ -49,15 +49,14 @@ async def openai_app(engine: ReportingLLM, started_with: AsyncEngineArgs, adapte
     app.state.server = SimpleNamespace()  # handlers look for the uvicorn server, which there is none of
     for kind in UNREADABLE:
         app.add_exception_handler(kind, _refuse_unreadable)
-    app.middleware_stack = (
-        None  # made already, by the instrumentator; the first request makes it anew, with these handlers
-    )
+    # The metrics' instrumentator has made it already, without these handlers; the first request makes it anew.
+    app.middleware_stack = None
     return app
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
-    """A 400 for a body on which vLLM's own checks stumble (`"tools": [1]`, say): they run before types are checked, and any
-    error of theirs but a ValueError is a 500."""
+    """A 400 for a body on which vLLM's own checks stumble (`"tools": [1]`, say): they run before types are checked, and what
+    they raise then would be a 500."""
     if not any(frame.f_globals.get("__name__") == PARSING for frame, _ in walk_tb(error.__traceback__)):
         raise error
     message = f"The body has a field of the wrong type: {error}."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.engine.harness import TinyModel
 
@@ -55,7 +56,10 @@ def test_core_and_workers_end_soon_after_their_owner_is_killed(tiny: TinyModel, 
     wait_until_ended(children, 60)
 
 
+@pytest.mark.timeout(700)
 def test_a_core_that_was_still_loading_when_its_owner_was_killed_ends_too(tiny: TinyModel, tmp_path: Path) -> None:
+    """On a busy machine the owner is gone before it has greeted its core, which vLLM lets wait for that for five minutes; it
+    holds nothing yet."""
     with running_owner(tiny, tmp_path) as owner:
         ends_s = time.monotonic() + 120
         children: list[psutil.Process] = []
@@ -64,4 +68,4 @@ def test_a_core_that_was_still_loading_when_its_owner_was_killed_ends_too(tiny: 
             time.sleep(0.05)
             children = psutil.Process(owner.pid).children(recursive=True)
         os.kill(owner.pid, signal.SIGKILL)
-    wait_until_ended(children, 120)
+    wait_until_ended(children, 400)
