@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.middleware.exceptions import ExceptionMiddleware
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -47,11 +48,19 @@ async def openai_app(engine: ReportingLLM, started_with: AsyncEngineArgs, adapte
     app = build_app(namespace, supported_tasks=tasks, model_config=engine.model_config)
     await init_app_state(engine, app.state, namespace, tasks)
     app.state.server = SimpleNamespace()  # handlers look for the uvicorn server, which there is none of
-    for kind in UNREADABLE:
-        app.add_exception_handler(kind, _refuse_unreadable)
-    # The metrics' instrumentator has made it already, without these handlers; the first request makes it anew.
-    app.middleware_stack = None
+    _refuse_unreadable_bodies(app)
     return app
+
+
+def _refuse_unreadable_bodies(app: Any) -> None:
+    """Adds our handler of errors. The application's layers are made already; made anew, its counters of requests would be
+    found taken, and count nothing."""
+    layer = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = layer
+    while not isinstance(layer, ExceptionMiddleware):
+        layer = layer.app
+    for kind in UNREADABLE:
+        layer.add_exception_handler(kind, _refuse_unreadable)
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
@@ -59,5 +68,6 @@ async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:
     they raise then would be a 500."""
     if not any(frame.f_globals.get("__name__") == PARSING for frame, _ in walk_tb(error.__traceback__)):
         raise error
-    message = f"The body has a field of the wrong type: {error}."
+    problem = f"misses {error}" if isinstance(error, LookupError) else f"has a field of the wrong type: {error}"
+    message = f"The body {problem}."
     return JSONResponse({"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}, 400)

@@ -31,21 +31,30 @@ def complete_aborted_poolings(outputs: Sequence[Any], states: Any) -> None:
             output.pooling_output = output_processor.EMPTY_CPU_TENSOR
 
 
-def refuse_the_unanswerable(outputs: Sequence[Any], states: Any) -> None:
+def refuse_the_unanswerable(outputs: Sequence[Any], states: Any) -> list[str]:
     """Makes a request without a token that may follow its caller's error (a 400), not the server's.
 
     Stock (v1/core/sched/scheduler.py, "grammar rejected tokens"): `structured_outputs` beside `allowed_token_ids` that have
     nothing in common, or a vocabulary that cannot write what the grammar asks for, leave every token masked; one is sampled
     none the less, the grammar rejects it, and the caller reads "Internal server error".
+
+    Returns:
+        Requests of several outputs whose others are to be ended: their caller has its answer.
     """
+    parents: list[str] = []
     for output in outputs:
         state = states.get(output.request_id)
-        if state is not None and state.queue is not None and output.stop_reason == NO_TOKEN_LEFT:
-            message = (
-                f"After {state.detokenizer.num_output_tokens()} tokens of output, no token may follow: the format asked for "
-                "and the tokens allowed have none in common, or the model's vocabulary cannot write that format."
-            )
-            state.queue.put(VLLMValidationError(message, parameter="structured_outputs"))
+        if state is None or state.queue is None or output.stop_reason != NO_TOKEN_LEFT:
+            continue
+        message = (
+            f"After {state.detokenizer.num_output_tokens()} tokens of output, no token may follow: the format asked for has "
+            "none in common with those allowed (allowed_token_ids, bad_words, logit_bias, min_tokens), or the model's "
+            "vocabulary cannot write that format."
+        )
+        state.queue.put(VLLMValidationError(message, parameter="structured_outputs"))
+        if state.parent_req is not None:
+            parents.append(state.parent_req.request_id)
+    return parents
 
 
 class FixedOutputProcessor(OutputProcessor):
@@ -54,8 +63,10 @@ class FixedOutputProcessor(OutputProcessor):
     @override
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         complete_aborted_poolings(engine_core_outputs, self.request_states)
-        refuse_the_unanswerable(engine_core_outputs, self.request_states)
-        return super().process_outputs(engine_core_outputs, *args, **kwargs)
+        refused = refuse_the_unanswerable(engine_core_outputs, self.request_states)
+        processed = super().process_outputs(engine_core_outputs, *args, **kwargs)
+        processed.reqs_to_abort.extend(self.abort_requests(refused, internal=True))
+        return processed
 
 
 def fix_output_processor(llm: Any) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-# Before Ray starts, on every node. The last: a call between replicas may carry a whole request or answer.
+# Before Ray starts, on every node. A call between replicas may carry a whole request or answer; and beyond its most connections
+# (4,096 by default) HAProxy lets clients wait without an answer, where a Front would refuse them.
 SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),
+    "RAY_SERVE_HAPROXY_MAXCONN": "20000",
 }
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 SCRIPT = "orthrus-haproxy"
@@ -30,6 +32,12 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> NoReturn:
-    """Becomes HAProxy: the process id stays, by which Ray stops and reloads it."""
-    become = command(sys.argv[1:])
+    """Becomes HAProxy: the process id stays, by which Ray stops and reloads it.
+
+    Ray lets everybody write to HAProxy's control socket, beside the settings in a folder of /tmp: only its owner may enter it.
+    """
+    arguments = sys.argv[1:]
+    if "-f" in arguments:
+        Path(arguments[arguments.index("-f") + 1]).parent.chmod(0o700)
+    become = command(arguments)
     os.execv(become[0], become)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orthrus_serve.policy.charge import ChargeEstimator, RequestShape, shape_of
-from orthrus_serve.serving.error_shape import has_our_error_event
+from orthrus_serve.serving.error_shape import has_failure_event, has_our_error_event
 from orthrus_serve.types import RequestKind
 
 # Route → kind, and the `max_tokens` that the route takes when the body names none.
@@ -48,16 +48,19 @@ def _object_or_empty(body: bytes) -> dict[str, Any]:
 
 @dataclass
 class ReplyMeter:
-    """Follows one reply as it passes, in constant memory: its last bytes, how many events it had, and if one was an error."""
+    """Follows one reply as it passes, in constant memory: its last bytes, how many events it had, if one was an error, and if
+    that was the server's."""
 
     num_events: int = 0
     has_error: bool = False
+    has_failure: bool = False
     tail: bytes = b""
 
     def see(self, chunk: bytes) -> None:
         """Take in the next chunk."""
         self.num_events += chunk.count(_EVENT)
         self.has_error = self.has_error or has_our_error_event(chunk)
+        self.has_failure = self.has_failure or has_failure_event(chunk)
         self.tail = (self.tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
 
     def usage(self) -> dict[str, int]:

@@ -21,6 +21,8 @@ _EMPTY = re.compile(r"prompt cannot be empty|^input: ")
 
 _ERROR_EVENT = b'data: {"error":'
 _OUR_ERROR_EVENT = b"event: error\ndata: "
+# As `error_bytes` writes it: within a message the quotes would be escaped.
+_CALLERS = (b'"type":"invalid_request_error"', b'"type":"not_found_error"')
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
@@ -74,11 +76,26 @@ def has_our_error_event(chunk: bytes) -> bool:
     return _OUR_ERROR_EVENT in chunk
 
 
+def has_failure_event(chunk: bytes) -> bool:
+    """Whether this chunk has an error event in our shape that tells of the server, not of what its caller asked for."""
+    _, event, data = chunk.partition(_OUR_ERROR_EVENT)
+    return bool(event) and not any(kind in data for kind in _CALLERS)
+
+
 def reshape_events(chunk: bytes) -> bytes:
     """A chunk of whole server-sent events up to its first error, and that in our shape."""
     before, _, after = chunk.partition(_ERROR_EVENT)
     body = b'{"error":' + after.partition(b"\n\n")[0]
-    return before + _OUR_ERROR_EVENT + reshape_error(500, body) + b"\n\n"
+    return before + _OUR_ERROR_EVENT + reshape_error(_status_of(body), body) + b"\n\n"
+
+
+def _status_of(body: bytes) -> int:
+    """The status that vLLM would have answered had the stream not begun: where it is the caller's error, the event says so."""
+    try:
+        code: Any = json.loads(body)["error"]["code"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return 500
+    return code if isinstance(code, int) and 400 <= code < 500 else 500
 
 
 def _read_error(body: bytes) -> tuple[str, str | None]:

@@ -225,10 +225,12 @@ class FrontApp:
     ) -> None:
         meter = ReplyMeter()
         is_complete = await self._deliver(reply, send, meter)
-        if not tries.has_just_failed and (meter.has_error or not is_complete):
-            tries.fail("a stream that was cut")
+        if meter.has_failure or not is_complete:
+            send.is_cut = True
+            if not tries.has_just_failed:
+                tries.fail("a stream that was cut")
         judge(arm, shape, tries, None if tries.has_just_failed else tries.replica_id)
-        if shape is not None and is_complete and reply.status == 200:
+        if shape is not None and is_complete and reply.status == 200 and not meter.has_error:
             send.num_tokens = num_tokens_of(arm.estimator, shape, meter)
             learn(arm.estimator, shape, meter)
 

@@ -20,7 +20,7 @@ from orthrus_serve.serving.error_shape import (
     JSON_HEADERS,
     error_bytes,
     has_error_event,
-    has_our_error_event,
+    has_failure_event,
     reshape_error,
     reshape_events,
     sse_error_event,
@@ -245,7 +245,7 @@ FAILURE_STATUSES = frozenset({500, 502, 504})
 
 def has_failed(reply: Reply) -> bool:
     """Whether this reply, as far as it was read, is a failure of the engine behind it."""
-    return reply.status in FAILURE_STATUSES or (is_event_stream(reply.headers) and has_our_error_event(reply.body))
+    return reply.status in FAILURE_STATUSES or (is_event_stream(reply.headers) and has_failure_event(reply.body))
 
 
 async def read_reply(stream: AsyncIterator[Start | bytes]) -> Reply:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -191,6 +192,21 @@ def test_a_format_that_leaves_no_token_is_the_callers_error_and_disturbs_nobody(
     assert running.run(running.generate(WORD_IDS, f"after {n} {sorted(asked)}", 5)) == tiny.greedy(WORD_IDS, 5)
 
 
+def test_the_other_outputs_of_a_refused_request_end_with_it(running: Running) -> None:
+    async def decoded() -> int:
+        while (report := await running.engine.channel.remaining())["requests"]:  # noqa: ASYNC110  polls another process
+            await asyncio.sleep(0.02)
+        return report["totals"]["decode_tokens"]
+
+    # The vocabulary has no w9999: after w5 nothing may follow, after w6 250 words.
+    choices = ["w5w9999", "w6" + "w7" * 250]
+    body = {"prompt": WORDS, "max_tokens": 300, "n": 8, "temperature": 2.0, "structured_outputs": {"choice": choices}}
+    before = running.run(decoded())
+    refused = running.post("/v1/completions", {**body, "logit_bias": {"5": 0.0}, "seed": 3})
+    assert refused.status_code == 400, refused.text
+    assert running.run(decoded()) - before < 8 * 25
+
+
 STUMBLED_OVER: tuple[dict[str, Any], ...] = (
     {"structured_outputs": []},
     {"structured_outputs": "regex"},
@@ -207,6 +223,20 @@ def test_a_field_that_vllm_stumbles_over_is_the_callers_error(running: Running, 
     refused = running.post("/v1/chat/completions", body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["message"]
+
+
+def test_requests_are_counted_as_vllm_counts_them(running: Running) -> None:
+    def counted() -> float:
+        return (
+            REGISTRY.get_sample_value(
+                "http_requests_total", {"handler": "/v1/completions", "status": "2xx", "method": "POST"}
+            )
+            or 0.0
+        )
+
+    before = counted()
+    assert running.post("/v1/completions", {"prompt": WORDS, "max_tokens": 1}).status_code == 200
+    assert counted() == before + 1
 
 
 def test_a_fault_of_the_server_is_not_told_as_the_callers(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

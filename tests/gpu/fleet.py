@@ -276,9 +276,8 @@ def main() -> int:
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    if (
-        options.haproxy is not None
-    ):  # the Python proxy of a host passes some 200 requests/s, fewer than four cards answer
+    # Ray's Python proxy passes some 200 requests/s for a whole host, fewer than four cards answer.
+    if options.haproxy is not None:
         os.environ.update(haproxy.SWITCHES | {haproxy.BINARY_PATH: str(options.haproxy.resolve())})
     if options.verb != "all":
         return one_server(options)

@@ -1,5 +1,8 @@
-"""Admission before a real engine on CPU (a tiny model), in a burst that nothing can answer in time. What it does to latency and
-goodput is measured by `admission_real.py`: such figures are the machine's as much as ours, and no test asserts them."""
+"""Admission before a real engine on CPU (a tiny model), in bursts: with time for all, with time for some, without a goal.
+
+What it does to latency and goodput is measured by `admission_real.py`: such figures are the machine's as much as ours, and no
+test asserts them.
+"""
 
 import asyncio
 import random
