@@ -22,11 +22,13 @@ from typing import Any
 import aiohttp
 import psutil
 
+from orthrus_serve.ops import haproxy
+
 WAYS: dict[str, dict[str, str]] = {
     "as it is": {},
     "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
     "HAProxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-    "HAProxy and throughput": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
+    "both, as advised": haproxy.SWITCHES | {haproxy.BINARY_PATH: str(Path(sys.executable).with_name(haproxy.SCRIPT))},
 }
 NUM, TOKENS_PER_S = 2, 1_000_000
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,14 +114,13 @@ def main() -> int:
         sys.stdout.write(json.dumps(measure(options.clients, options.seconds)) + "\n")
         return 0
     rows: list[dict[str, Any]] = []
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     for number in range(options.times):
         for way, switches in WAYS.items():
             load_average = os.getloadavg()[0]
             command = [sys.executable, "-m", "tests.serve.http_path", "--one"]
             command += ["--clients", str(options.clients), "--seconds", str(options.seconds)]
-            out = subprocess.run(
-                command, env=os.environ | switches, check=True, stdout=subprocess.PIPE, text=True
-            ).stdout
+            out = subprocess.run(command, env=usual | switches, check=True, stdout=subprocess.PIPE, text=True).stdout
             rows.append({"way": way, "turn": number, "load_average": load_average, **json.loads(out.splitlines()[-1])})
             sys.stdout.write(json.dumps(rows[-1]) + "\n")
             sys.stdout.flush()

@@ -71,8 +71,9 @@ def main() -> int:
             httpx.post(f"{base}/v1/completions", json={"prompt": "w3", "max_tokens": 2}, timeout=60).status_code,
         ]
         state = httpx.get(f"{base}/status", timeout=10).json()
-    sys.stdout.write(json.dumps({"exit": status, "after": after, "open": [e["open"] for e in state["engines"]]}) + "\n")
-    return status or int(after != [200, 200])
+    left = [engine["open"] for engine in state["engines"]]
+    sys.stdout.write(json.dumps({"exit": status, "after": after, "open": left}) + "\n")
+    return status or int(after != [200, 200] or any(left))
 
 
 if __name__ == "__main__":
