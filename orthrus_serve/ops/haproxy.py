@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-# Before Ray starts, on every node. A call between replicas may carry a whole request or answer; and beyond its most connections
-# (4,096 by default) HAProxy lets clients wait without an answer, where a Front would refuse them.
+# Before Ray starts, on every node. The last: a call between replicas may carry a whole request or answer.
 SWITCHES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),
-    "RAY_SERVE_HAPROXY_MAXCONN": "20000",
 }
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 SCRIPT = "orthrus-haproxy"
