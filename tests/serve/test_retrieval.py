@@ -15,7 +15,7 @@ from orthrus_serve.model.reference_embedder import ReferenceEmbedder
 from orthrus_serve.model.retrieval_eval import evaluate
 from tests.serve.conftest import App
 
-NUM_QUESTIONS = 12
+NUM_QUESTIONS = 6
 MAX_MODEL_LEN = 1024
 SEED = 1
 DEMO = Path(fetch.DEFAULT_DEST).expanduser()

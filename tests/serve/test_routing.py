@@ -181,7 +181,8 @@ async def test_a_replica_that_is_killed_costs_only_the_answers_that_had_begun(fo
         await asyncio.sleep(0.2)
         path, body = embedding(150)
         whole = [asyncio.create_task(client.post(path, json=body)) for _ in range(40)]
-        await until_there(lambda: sum(info["open"] for info in four.info("Front")) >= 40)
+        # Not all of them: where clients are slow to send, the first are answered before the last are there.
+        await until_there(lambda: sum(info["open"] for info in four.info("Front")) >= 16)
         os.kill(victim, signal.SIGKILL)
         answers = await asyncio.gather(*whole)
         streamed = await asyncio.gather(*streams)
