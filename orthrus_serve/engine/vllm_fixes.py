@@ -43,8 +43,10 @@ def refuse_the_unanswerable(outputs: Sequence[Any], states: Any) -> list[str]:
     """
     parents: list[str] = []
     for output in outputs:
+        if output.stop_reason != NO_TOKEN_LEFT:
+            continue
         state = states.get(output.request_id)
-        if state is None or state.queue is None or output.stop_reason != NO_TOKEN_LEFT:
+        if state is None or state.queue is None:
             continue
         message = (
             f"After {state.detokenizer.num_output_tokens()} tokens of output, no token may follow: the format asked for has "
@@ -65,7 +67,8 @@ class FixedOutputProcessor(OutputProcessor):
         complete_aborted_poolings(engine_core_outputs, self.request_states)
         refused = refuse_the_unanswerable(engine_core_outputs, self.request_states)
         processed = super().process_outputs(engine_core_outputs, *args, **kwargs)
-        processed.reqs_to_abort.extend(self.abort_requests(refused, internal=True))
+        if refused:  # nearly never, and this is called for every step
+            processed.reqs_to_abort.extend(self.abort_requests(refused, internal=True))
         return processed
 
 

@@ -59,8 +59,9 @@ class ReplyMeter:
     def see(self, chunk: bytes) -> None:
         """Take in the next chunk."""
         self.num_events += chunk.count(_EVENT)
-        self.has_error = self.has_error or has_our_error_event(chunk)
-        self.has_failure = self.has_failure or has_failure_event(chunk)
+        if has_our_error_event(chunk):
+            self.has_error = True
+            self.has_failure = self.has_failure or has_failure_event(chunk)
         self.tail = (self.tail + chunk)[-TAIL_BYTES:] if len(chunk) < TAIL_BYTES else chunk[-TAIL_BYTES:]
 
     def usage(self) -> dict[str, int]:
