@@ -47,6 +47,7 @@ class ClosedLoop:
         rngs = [random.Random(self._count * 7919 + i) for i in range(load.clients)]
         started: dict[str, tuple[int, str, float]] = {}
         ended: list[tuple[str, float]] = []
+        step_ms: list[float] = []
         for client, rng in enumerate(rngs):
             self._send(load, rng, client, started)
         start_s = time.perf_counter()
@@ -55,7 +56,10 @@ class ClosedLoop:
             if before is None and now_s >= load.warm_s:
                 before, window_s = {} if is_stock else self._engine.totals(), time.perf_counter()
                 ended.clear()
+                step_ms.clear()
+            step_began_s = time.perf_counter()
             self._engine.step()
+            step_ms.append(1e3 * (time.perf_counter() - step_began_s))
             for request_id in self._engine.finish_order:
                 client, kind, sent_s = started.pop(request_id)
                 ended.append((kind, time.perf_counter() - sent_s))
@@ -67,7 +71,9 @@ class ClosedLoop:
         self._engine.llm.abort_request(list(started))
         self._engine.run()
         self._engine.finish_order.clear()
-        return {**vars(load), **settings, **result}
+        # A decode gets a token a step: where steps hold decodes, these are the times between tokens.
+        times = {f"step_p{q}_ms": round(_quantile(sorted(step_ms), q / 100), 2) for q in (50, 95, 99)}
+        return {**vars(load), **settings, **result, **times}
 
     def _send(self, load: Load, rng: random.Random, client: int, started: dict[str, tuple[int, str, float]]) -> None:
         self._count += 1
@@ -89,8 +95,12 @@ class ClosedLoop:
             result[f"{kind}_per_s"] = round(len(latencies) / window_s, 2)
             if len(latencies) > 1:
                 result[f"{kind}_p50_s"] = round(statistics.median(latencies), 3)
-                result[f"{kind}_p99_s"] = round(latencies[int(0.99 * (len(latencies) - 1))], 3)
+                result[f"{kind}_p99_s"] = round(_quantile(latencies, 0.99), 3)
         return result
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return ordered[int(share * (len(ordered) - 1))]
 
 
 def _steps(before: dict[str, float], engine: Engine, window_s: float) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 `up` writes a Serve file from `configs/orthrus.yaml` (Mistral-7B shapes with random weights, a random adapter) and starts it in
 the background; `run` goes through arms in the order of their worth, switches the topology live before each, and loads the
-server with `loadgen`; `down` stops it; `all` is the three in turn, and then once more with NIXL between the engines for
-`disagg_pd` at the three ratios. `--until S` starts no arm that would end later than S seconds from now. `--on-cpu` rehearses
-everything with the tiny model. A row per arm is printed, and kept in `rows.jsonl`.
+server with `loadgen`; `down` stops it; `all` is the three in turn. A row per arm is printed, and kept in `rows.jsonl`; an arm
+that has a row there is not run again. `--until S` starts no arm that would end later than S seconds from now. `--on-cpu`
+rehearses everything with the tiny model.
 
-By itself `run` leaves out what needs another start of the engines: `disagg_pd`, where `up` was given `--connector`.
+With `--connector`, for `up` and `run` alike, the engines are started with NIXL between them, so that `disagg_pd` is one more
+topology of the same engines in the coin form.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +48,20 @@ PARAMETERS, PEAK_FLOPS = 7.24e9, 790e12  # Mistral-7B; an H200's measured bf16 m
 
 def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
     """The arms in the order of their worth. Lazily, since the pools' rates come from rows made before."""
-    for arm in _arms(options, scale, rows):
-        yield replace(arm, name=f"{arm.name}-nixl") if options.connector else arm
-
-
-def _arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
-    pair: tuple[str, ...] = ("dedicated", "orthrus")
-    if options.connector:
-        pair = ("disagg_pd", "orthrus")
+    pair = ("dedicated", "orthrus")
     for form in options.forms:
         match form:
             case "coin":
-                yield from coin_arms(scale, pair)
+                yield from coin_arms(scale, (*pair, "disagg_pd") if options.connector else pair)
             case "pools":
                 yield from pool_arms(scale, pair, totals_of(rows))
             case "block":
-                yield from block_arms(scale, pair if options.connector else (*pair, "hetero_fcfs", "unified_homo"))
+                yield from block_arms(scale, (*pair, "hetero_fcfs", "unified_homo"))
             case "phases":
                 yield from phase_arms(scale, pair)
             case "hops":
                 corpus = str(options.corpus) if options.corpus else None
-                yield from hop_arms(scale, pair if options.connector else (*pair, "unified_homo"), corpus)
+                yield from hop_arms(scale, (*pair, "unified_homo"), corpus)
             case "topologies":
                 yield from coin_arms(scale, ("unified_homo", "hetero_fcfs"))
             case "policies":  # twice the clients, so that steps are full
@@ -229,6 +222,8 @@ def run(options: argparse.Namespace) -> int:
     rows += [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows else []
     running = None
     for arm in all_arms(options, scale, rows):
+        if any(row["arm"] == arm.name and "failed" not in row for row in rows):
+            continue
         left_s = options.until - (time.monotonic() - began_s)
         if arm.takes_s > left_s:
             say({"arm": arm.name, "left_out": f"takes {arm.takes_s:.0f} s, {left_s:.0f} s are left"})
@@ -267,7 +262,7 @@ def main() -> int:
     parser.add_argument("--until", type=float, default=1e9, metavar="S", help="start no arm that would end later")
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer of at least 32,000 tokens")
     parser.add_argument("--corpus", type=Path, help="passages for hops, JSON lines of title and text")
-    parser.add_argument("--connector", action="store_true", help="with NIXL between the engines: disagg_pd and orthrus")
+    parser.add_argument("--connector", action="store_true", help="with NIXL between the engines: disagg_pd, too")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument(
         "--haproxy", type=Path, help="the script orthrus-haproxy: HAProxy before the Fronts, for all arms"
@@ -279,13 +274,6 @@ def main() -> int:
     # Ray's Python proxy passes some 200 requests/s for a whole host, fewer than four cards answer.
     if options.haproxy is not None:
         os.environ.update(haproxy.SWITCHES | {haproxy.BINARY_PATH: str(options.haproxy.resolve())})
-    if options.verb != "all":
-        return one_server(options)
-    began_s = time.monotonic()
-    one_server(options)
-    # The same with a connector: the three ratios in coin form. Its rows lie beside the others.
-    options.until -= time.monotonic() - began_s
-    options.connector, options.forms, options.folder = True, ["coin"], options.folder / "connector"
     return one_server(options)
 
 

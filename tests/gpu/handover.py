@@ -2,7 +2,8 @@
 
 Starts the tiny model as one prefill and one decode replica with NIXL between them, asks for greedy completions (whole and
 streamed) and embeddings, switches to `orthrus`, asks again, and compares. `verify` against Transformers comes after. A tool:
-random weights in fp16 have near ties, so some texts may differ; first logprobs and vectors may not. `--on-cpu` rehearses it.
+random weights in fp16 have near ties, so some texts may differ: told is how far apart the two best tokens were where two texts
+part. First logprobs and vectors may not differ. `--on-cpu` rehearses it.
 """
 
 import argparse
@@ -75,7 +76,7 @@ async def answers(seed: int) -> dict[str, Any]:
                     text += json.loads(line[6:])["choices"][0]["text"]
         return text
 
-    greedy = {"model": "orthrus", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    greedy = {"model": "orthrus", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 2}
     bodies = [{**greedy, "prompt": prompt} for prompt in prompts]
     began_s = time.monotonic()
     async with httpx.AsyncClient(base_url=URL, timeout=120, trust_env=False) as client:
@@ -91,6 +92,7 @@ async def answers(seed: int) -> dict[str, Any]:
     return {
         "texts": [choice["text"] for choice in choices],
         "first_logprobs": [choice["logprobs"]["token_logprobs"][0] for choice in choices],
+        "logprobs": [choice["logprobs"] for choice in choices],
         "streams": streams,
         "vectors": [answer["data"][0]["embedding"] for answer in vectors],
         "took_s": round(time.monotonic() - began_s, 2),
@@ -112,10 +114,22 @@ def compared(handed: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         "streams_equal_to_whole": sum(a == b for a, b in zip(handed["streams"], handed["texts"], strict=False)),
         "streams": len(handed["streams"]),
         "worst_first_logprob_difference": max(abs(a - b) for a, b in pairs("first_logprobs")),
+        "leads_where_texts_part": [
+            lead for a, b in pairs("logprobs") if (lead := lead_at_first_difference(a, b)) is not None
+        ],
         "worst_cosine": min(cosine(np.array(a), np.array(b)) for a, b in pairs("vectors")),
         "prompt_tokens_fetched": handed["fetched_tokens"],
         "took_s": [handed["took_s"], plain["took_s"]],
     }
+
+
+def lead_at_first_difference(a: dict[str, Any], b: dict[str, Any]) -> float | None:
+    """By how much the chosen token led, in logprob, where two answers first differ; of the two the larger. None: they don't."""
+    for i, (one, other) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+        if one != other:
+            best = [sorted(answer["top_logprobs"][i].values(), reverse=True) for answer in (a, b)]
+            return round(max(leads[0] - leads[-1] for leads in best), 6)
+    return None
 
 
 def main() -> int:

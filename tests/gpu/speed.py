@@ -244,10 +244,11 @@ def policies(lab: Lab, options: argparse.Namespace) -> list[Row]:
     size |= {"prompt_tokens": lab.prompt, "output_tokens": lab.output}
     loop, rows = ClosedLoop(lab.engine), []
     for arm in options.arms:
-        share, policy, warm_s, measured_s = arm.split(":")
+        share, policy, warm_s, measured_s, *more = arm.split(":")
         load = Load(embed_share=float(share), warm_s=float(warm_s), measured_s=float(measured_s), **size)
-        settings = {} if options.stock else {"policy": policy, "step_tokens": options.step_tokens}
-        rows.append({"arm": arm, **loop.run(load, settings)})
+        settings: Row = {"policy": policy, "step_tokens": options.step_tokens, "target_tpot_ms": None}
+        settings |= {name: float(value) for name, value in (setting.split("=") for setting in more)}
+        rows.append({"arm": arm, **loop.run(load, {} if options.stock else settings)})
         say(rows[-1])
     return rows
 
@@ -304,7 +305,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=2048)
     parser.add_argument("--hop-step-tokens", type=int, default=1024)
-    parser.add_argument("--arms", nargs="*", default=ARMS, metavar="SHARE:POLICY:WARM_S:MEASURED_S")
+    parser.add_argument("--arms", nargs="*", default=ARMS, metavar="SHARE:POLICY:WARM_S:MEASURED_S[:SETTING=VALUE]…")
     parser.add_argument("--shape", default="mistral-7b-v0.1", help="a folder of tests/gpu/shapes")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--kv-gib", type=int, default=80)
