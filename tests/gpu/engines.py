@@ -71,6 +71,23 @@ def random_model(folder: Path, shape: str, *, rank: int = 16) -> TinyModel:
     return TinyModel(model, adapter)
 
 
+def copy_tokenizer(source: Path, model: Path) -> None:
+    """Gives the model in folder `model` the byte-pair tokenizer in `source`, cut to the model's vocabulary.
+
+    A token that the tokenizer knows and the model does not would pass vLLM's check and read beyond the embedding table.
+    """
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    bpe = tokenizer["model"]
+    bpe["vocab"] = {token: i for token, i in bpe["vocab"].items() if i < size}
+    pairs = [(merge, merge.split(" ") if isinstance(merge, str) else merge) for merge in bpe["merges"]]
+    known = bpe["vocab"]
+    bpe["merges"] = [merge for merge, (a, b) in pairs if a in known and b in known and a + b in known]
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < size]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(source / "tokenizer_config.json", model)
+
+
 def vocabulary_of(shape: str) -> int:
     """How many tokens the model of that shape knows."""
     return json.loads((SHAPES / shape / "config.json").read_text())["vocab_size"]

@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ import yaml
 
 from orthrus_serve.ops import haproxy
 from orthrus_serve.ops.local_server import Paths, start, stop
-from tests.gpu.engines import GRAPH_SIZES, random_model, say
+from tests.gpu.engines import GRAPH_SIZES, copy_tokenizer, random_model, say
 from tests.gpu.fleet_arms import (
     Arm,
     Scale,
@@ -99,8 +98,7 @@ def serve_file(options: argparse.Namespace, folder: Path) -> Path:
         }
     else:
         tiny = random_model(folder / "random", "mistral-7b-v0.1")
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(options.tokenizer / file, tiny.model / file)
+        copy_tokenizer(options.tokenizer, tiny.model)
         args["vllm"] |= {"load_format": "dummy", "cudagraph_capture_sizes": GRAPH_SIZES}
     args["model"] = {"name": "orthrus", "path": str(tiny.model)}
     args["adapters"] = {"orthrus-embed": {"path": str(tiny.adapter), "pooling": "last", "append_eos": False}}
