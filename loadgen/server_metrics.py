@@ -30,10 +30,10 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Sums over all labels and pages at one time, by our names."""
+    """What the pages said at one time, by our names and then by series (page, published name and labels)."""
 
     at_s: float
-    values: dict[str, float]
+    values: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ServerWindow:
     mean_waiting: float | None = None
 
 
-def parse_page(text: str) -> dict[str, float]:
-    """Sums over labels of the samples that we keep."""
-    sums: dict[str, float] = {}
+def parse_page(text: str, page: str = "") -> dict[str, dict[str, float]]:
+    """The samples that we keep, by our names and then by series. `page` tells series of several pages apart."""
+    kept: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _SAMPLE.match(line)
         if match is None:
@@ -59,33 +59,43 @@ def parse_page(text: str) -> dict[str, float]:
         # External caches (KV connectors) count their queries under a name with the same ending.
         if ours is None or "external" in name or "mm_cache" in name or "by_reason" in name:
             continue
-        del labels
         try:
-            sums[ours] = sums.get(ours, 0.0) + float(value)
+            kept.setdefault(ours, {})[f"{page} {name}{{{labels or ''}}}"] = float(value)
         except ValueError:
             continue
-    return sums
+    return kept
 
 
 def window(readings: Sequence[Reading], begin_s: float, end_s: float) -> ServerWindow:
-    """What happened between the last reading before `begin_s` and the first after `end_s` (or the nearest there are)."""
-    if not readings:
-        return ServerWindow()
-    first = next((reading for reading in reversed(readings) if reading.at_s <= begin_s), readings[0])
-    last = next((reading for reading in readings if reading.at_s >= end_s), readings[-1])
+    """What happened between the last reading before `begin_s` and the first after `end_s` (or the nearest there are).
+
+    Series by series: a page may lack a replica that did not answer in time, and all that it ever counted is not what it
+    counted meanwhile.
+    """
     inside = [reading for reading in readings if begin_s <= reading.at_s <= end_s]
 
     def grown(name: str) -> float | None:
-        if name not in last.values:
+        series = {one for reading in readings for one in reading.values.get(name, {})}
+        if not series:
             return None
-        return last.values[name] - first.values.get(name, 0.0)
+        return sum(
+            _grown([(r.at_s, r.values[name][one]) for r in readings if one in r.values.get(name, {})]) for one in series
+        )
+
+    def _grown(samples: list[tuple[float, float]]) -> float:
+        first = next((value for at_s, value in reversed(samples) if at_s <= begin_s), samples[0][1])
+        last = next((value for at_s, value in samples if at_s >= end_s), samples[-1][1])
+        return last - first
+
+    def mean(name: str) -> float | None:
+        return _mean([sum(reading.values[name].values()) for reading in inside if name in reading.values])
 
     return ServerWindow(
         prefix_hit_ratio=_ratio(grown("prefix_hits"), grown("prefix_queries")),
         step_fill=_ratio(grown("step_tokens"), grown("step_budget_tokens")),
         mixed_step_ratio=_ratio(grown("mixed_steps"), grown("steps")),
-        mean_running=_mean([reading.values.get("running") for reading in inside]),
-        mean_waiting=_mean([reading.values.get("waiting") for reading in inside]),
+        mean_running=mean("running"),
+        mean_waiting=mean("waiting"),
     )
 
 
@@ -116,11 +126,11 @@ class Poller:
 
     def read(self) -> None:
         """Takes a reading now; also the thread's step. Pages that cannot be read are left out."""
-        values: dict[str, float] = {}
+        values: dict[str, dict[str, float]] = {}
         at_s = self._now()
         for url in self._urls:
-            for name, value in parse_page(_fetch(url)).items():
-                values[name] = values.get(name, 0.0) + value
+            for name, series in parse_page(_fetch(url), url).items():
+                values.setdefault(name, {}).update(series)
         if values:
             self.readings.append(Reading(at_s, values))
 
@@ -141,9 +151,8 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def monotonic_since(zero_s: float) -> Callable[[], float]:

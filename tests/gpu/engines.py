@@ -75,6 +75,10 @@ def copy_tokenizer(source: Path, model: Path) -> None:
     """Gives the model in folder `model` the byte-pair tokenizer in `source`, cut to the model's vocabulary.
 
     A token that the tokenizer knows and the model does not would pass vLLM's check and read beyond the embedding table.
+
+    Raises:
+        ValueError: a special token has a number beyond the vocabulary, as GPT-2's and Llama-3's have; cutting it would not
+            keep Transformers from adding it again.
     """
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     tokenizer = json.loads((source / "tokenizer.json").read_text())
@@ -83,7 +87,9 @@ def copy_tokenizer(source: Path, model: Path) -> None:
     pairs = [(merge, merge.split(" ") if isinstance(merge, str) else merge) for merge in bpe["merges"]]
     known = bpe["vocab"]
     bpe["merges"] = [merge for merge, (a, b) in pairs if a in known and b in known and a + b in known]
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < size]
+    beyond = [token["content"] for token in tokenizer["added_tokens"] if token["id"] >= size]
+    if beyond:
+        raise ValueError(f"{source}: special tokens beyond {size}: {beyond}")
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(source / "tokenizer_config.json", model)
 

@@ -3,8 +3,8 @@
 `up` writes a Serve file from `configs/orthrus.yaml` (Mistral-7B shapes with random weights, a random adapter) and starts it in
 the background; `run` goes through arms in the order of their worth, switches the topology live before each, and loads the
 server with `loadgen`; `down` stops it; `all` is the three in turn. A row per arm is printed, and kept in `rows.jsonl`; an arm
-that has a row there is not run again. `--until S` starts no arm that would end later than S seconds from now. `--on-cpu`
-rehearses everything with the tiny model.
+that has a row there is not run again, so every set-up needs a folder of its own. `--until S` starts no arm that would end later
+than S seconds from now. `--on-cpu` rehearses everything with the tiny model.
 
 With `--connector`, for `up` and `run` alike, the engines are started with NIXL between them, so that `disagg_pd` is one more
 topology of the same engines in the coin form.
@@ -53,7 +53,7 @@ def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any
             case "coin":
                 yield from coin_arms(scale, (*pair, "disagg_pd") if options.connector else pair)
             case "pools":
-                yield from pool_arms(scale, pair, totals_of(rows))
+                yield from pool_arms(scale, pair, totals_of(rows, scale.clients_in_all()))
             case "block":
                 yield from block_arms(scale, (*pair, "hetero_fcfs", "unified_homo"))
             case "phases":
@@ -69,12 +69,12 @@ def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any
                 raise ValueError(form)
 
 
-def totals_of(rows: list[dict[str, Any]]) -> dict[float, float]:
-    """What `orthrus` did in the coin form, requests/s by embed share."""
+def totals_of(rows: list[dict[str, Any]], clients: int) -> dict[float, float]:
+    """What `orthrus` did in the coin form with so many clients, requests/s by embed share."""
     return {
         row["embed_share_asked"]: row["total_per_s"]
         for row in rows
-        if row["topology"] == "orthrus" and row["arm"].startswith("coin") and row.get("total_per_s")
+        if row["arm"] == f"coin-{row.get('embed_share_asked')}-{clients}-orthrus" and row.get("total_per_s")
     }
 
 
@@ -217,10 +217,11 @@ def run(options: argparse.Namespace) -> int:
     rows_file = options.out / "rows.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+    done = {row["arm"] for row in rows if "failed" not in row}
     rows += [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows else []
     running = None
     for arm in all_arms(options, scale, rows):
-        if any(row["arm"] == arm.name and "failed" not in row for row in rows):
+        if arm.name in done:
             continue
         left_s = options.until - (time.monotonic() - began_s)
         if arm.takes_s > left_s:

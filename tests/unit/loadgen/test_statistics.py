@@ -98,20 +98,37 @@ broken line
 
 
 def test_server_counters_are_summed_over_labels_whoever_exports_them() -> None:
-    values = parse_page(PAGE)
+    values = {name: sum(series.values()) for name, series in parse_page(PAGE).items()}
     assert values["prefix_queries"] == 150
     assert values["prefix_hits"] == 30
     assert values["step_tokens"] == 90
     assert (values["steps"], values["mixed_steps"]) == (4, 3)
 
 
+def reading(at_s: float, **values: float | dict[str, float]) -> Reading:
+    return Reading(at_s, {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()})
+
+
 def test_only_what_the_server_counted_during_the_window_is_reported() -> None:
     readings = [
-        Reading(0.0, {"prefix_queries": 100.0, "prefix_hits": 100.0, "step_tokens": 0.0, "step_budget_tokens": 0.0}),
-        Reading(5.0, {"prefix_queries": 200.0, "prefix_hits": 100.0, "step_tokens": 90.0, "step_budget_tokens": 100.0}),
-        Reading(9.0, {"prefix_queries": 900.0, "prefix_hits": 900.0, "step_tokens": 99.0, "step_budget_tokens": 999.0}),
+        reading(0.0, prefix_queries=100.0, prefix_hits=100.0, step_tokens=0.0, step_budget_tokens=0.0),
+        reading(5.0, prefix_queries=200.0, prefix_hits=100.0, step_tokens=90.0, step_budget_tokens=100.0),
+        reading(9.0, prefix_queries=900.0, prefix_hits=900.0, step_tokens=99.0, step_budget_tokens=999.0),
     ]
     found = window(readings, 0.5, 4.5)
     assert (found.prefix_hit_ratio, found.step_fill) == (0.0, pytest.approx(0.9))
     assert found.mixed_step_ratio is None
     assert window([], 0.0, 1.0).step_fill is None
+
+
+@pytest.mark.parametrize("missing_at_s", [2.0, 6.0])
+def test_a_replica_that_a_page_lacked_once_does_not_count_with_its_whole_history(missing_at_s: float) -> None:
+    readings = [
+        reading(at_s, steps={"a": 10 * at_s, "b": 1e6 + 10 * at_s}, mixed_steps={"a": 5 * at_s, "b": 1e6})
+        for at_s in (0.0, 2.0, 4.0, 6.0, 8.0)
+    ]
+    for of_both in next(r for r in readings if r.at_s == missing_at_s).values.values():
+        del of_both["b"]
+    found = window(readings, 2.5, 5.5)
+    assert found.mixed_step_ratio is not None
+    assert 0.15 < found.mixed_step_ratio < 0.3  # half of a's steps, none of b's
