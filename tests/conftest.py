@@ -1,7 +1,10 @@
 """What every suite shares: markers from folders, the evaluation data option, switches that must be set before an import.
 
-Order of suites (`testpaths`): unit, repo, engine, serve, gpu. One pytest process runs them all, so that there is one closing
+Order of suites (`testpaths`): unit, repo, engine, serve, gpu. One call of pytest runs them all, so that there is one closing
 line; a test that needs a fresh process (another model runner, another device) starts one itself.
+
+`make test` has two workers (pytest-xdist). Each takes a file at a time, and one of them all of `serve`: those tests share a Ray
+and want the machine to themselves, and they come last, when the other worker is done or nearly so.
 """
 
 import os
@@ -39,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if len(parts) < 2 or parts[0] not in SUITES:
             raise pytest.UsageError(f"{item.nodeid}: tests live in one of tests/{{{','.join(SUITES)}}}")
         item.add_marker(parts[0])
+        alone = parts[0] in ("serve", "gpu")
+        item.add_marker(pytest.mark.xdist_group(parts[0] if alone else "-".join(parts)))
         if parts[0] == "gpu" and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
