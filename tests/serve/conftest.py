@@ -76,6 +76,11 @@ class App:
             return []
 
 
+def computed_tokens(engine: dict[str, Any]) -> int:
+    """All tokens that an engine has computed, from what a replica says of itself."""
+    return sum(engine["report"]["totals"][part] for part in ("decode_tokens", "prefill_tokens", "embed_tokens"))
+
+
 @contextlib.contextmanager
 def local_serve(num_cpus: int = 4, metrics_port: int | None = None) -> Iterator[str]:
     """A Ray and a Serve of our own; yields the address of its proxy. `num_cpus` are logical. Ray publishes its metrics at

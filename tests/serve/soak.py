@@ -142,9 +142,10 @@ async def soak(
 
 
 async def _sample_memory(pids: list[int], samples: list[dict[str, int]]) -> None:
-    """Appends the memory (bytes) of those processes that are still there, every few seconds."""
+    """Appends the memory (bytes) of those processes that are still there, every few seconds. Numbers are used again."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     while True:
-        samples.append({str(pid): psutil.Process(pid).memory_info().rss for pid in pids if psutil.pid_exists(pid)})
+        samples.append({str(one.pid): one.memory_info().rss for one in processes if one.is_running()})
         await asyncio.sleep(SAMPLE_GAP_S)
 
 

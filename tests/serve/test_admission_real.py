@@ -16,11 +16,10 @@ from ray import serve
 
 from orthrus_serve.app import build
 from tests.serve.admission_real import GOAL_HEADERS, closed_loop, mixed, real_args
-from tests.serve.conftest import App
+from tests.serve.conftest import App, computed_tokens
 from tests.serve.overload import Answer, Due, play
 from tests.serve.test_fake_app import until
 
-PARTS = ("decode_tokens", "prefill_tokens", "embed_tokens")
 NUM = 80
 
 
@@ -38,7 +37,7 @@ def computed(app: App) -> int:
     until(lambda: [(front["open"], front["tokens"], front["drift"]) for front in app.info("Front")] == [(0, 0, 0)], 60)
     until(lambda: [engine["in_engine"] for engine in app.info("Engine")] == [0], 60)
     (engine,) = app.info("Engine")
-    return sum(engine["report"]["totals"][part] for part in PARTS)
+    return computed_tokens(engine)
 
 
 def at_once(app: App, goal_s: float, seed: int) -> list[Answer]:

@@ -10,11 +10,9 @@ import pytest
 from ray import serve
 
 from orthrus_serve.app import build
-from tests.serve.conftest import TINY_VLLM, App
+from tests.serve.conftest import TINY_VLLM, App, computed_tokens
 from tests.serve.test_fake_app import until
 from tests.serve.test_routing import client_of, completion, embedding, info_of
-
-PARTS = ("decode_tokens", "prefill_tokens", "embed_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ async def test_two_real_engines_share_a_mixed_load_in_tokens(two: App) -> None:
     async def computed() -> dict[str, int]:
         await asyncio.to_thread(until, lambda: at_rest(two), 60.0)
         engines = await info_of(two, "Engine")
-        return {engine["replica"]: sum(engine["report"]["totals"][part] for part in PARTS) for engine in engines}
+        return {engine["replica"]: computed_tokens(engine) for engine in engines}
 
     async with client_of(two) as client:
         before = await computed()
