@@ -39,7 +39,7 @@ stop: ## Stop the server that `make run` started
 	@$(SERVER) stop
 
 test: setup-dev lint ## Everything: format, lint, types, layers, then all suites (half an hour or more on 2 cores)
-	$(PY) -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
+	$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 check: setup-dev lint ## Format, lint, types, layers, unit tests (under a minute; no GPU, no Ray, no vLLM)
 	$(PY) -m pytest -q tests/unit $(PYTEST_ARGS)

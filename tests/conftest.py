@@ -10,8 +10,10 @@ and want the machine to themselves, and they come last, when the other worker is
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 # Before torch is imported by anyone: with two threads on two busy cores a small model is some 30 times slower than with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,10 +44,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if len(parts) < 2 or parts[0] not in SUITES:
             raise pytest.UsageError(f"{item.nodeid}: tests live in one of tests/{{{','.join(SUITES)}}}")
         item.add_marker(parts[0])
-        alone = parts[0] in ("serve", "gpu")
-        item.add_marker(pytest.mark.xdist_group(parts[0] if alone else "-".join(parts)))
         if parts[0] == "gpu" and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests go to a worker together: those of a file, and all of `serve`."""
+    from xdist.scheduler import LoadScopeScheduling  # not there where only the GPU suite is run
+
+    class BySuite(LoadScopeScheduling):
+        @override
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "serve" if path.startswith("tests/serve/") else path
+
+    return BySuite(config, log)
 
 
 @pytest.fixture(scope="session")

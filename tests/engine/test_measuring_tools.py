@@ -1,12 +1,15 @@
 """The tools that measure on a card run here on the tiny model, so that they are not found broken there."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from loadgen.settings_file import parse_settings
 from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
 from tests.gpu.closed_loop import ClosedLoop, Load
+from tests.gpu.engines import copy_tokenizer
 from tests.gpu.fleet import totals_of
 from tests.gpu.fleet_arms import Scale, block_arms, coin_arms, hop_arms, model_flop_ratio, phase_arms, pool_arms
 from tests.gpu.hops import HopLoad, run_hops
@@ -45,12 +48,19 @@ def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
     assert [arm.topology for arm in coins] == list(pair) * 3
     totals = totals_of(
         [
-            {"topology": "orthrus", "arm": arm.name, "total_per_s": 100.0, **arm.settings["workload"]}
+            {
+                "topology": "orthrus",
+                "arm": arm.name,
+                "total_per_s": 100.0 if "512" in arm.name else 7.0,
+                **arm.settings["workload"],
+            }
             | {"embed_share_asked": arm.settings["workload"]["embed_share"]}
-            for arm in coins
+            for arm in [*coins, *coin_arms(scale, pair, times=2)]
             if arm.topology == "orthrus"
-        ]
+        ],
+        clients=4 * 128,
     )
+    assert set(totals) == {0.9, 0.5, 0.1}
     for arm in pool_arms(scale, pair, totals):
         rates = {kind: arm.settings["workload"][kind]["rate"] for kind in ("embed", "generate")}
         assert sum(rates.values()) == pytest.approx(90.0)
@@ -66,3 +76,26 @@ def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
 
 def test_model_flops_of_tokens_are_two_for_each_parameter() -> None:
     assert model_flop_ratio(1000.0, 2.0, cards=5, parameters=1e9, peak_flops=1e12) == pytest.approx(0.2)
+
+
+def test_a_tokenizer_is_cut_to_the_vocabulary_of_the_model(tmp_path: Path) -> None:
+    source, model = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 5}')
+    (source / "tokenizer_config.json").write_text("{}")
+    tokenizer = {
+        "model": {
+            "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3, "c": 4, "abc": 5},
+            "merges": [["a", "b"], ["ab", "c"]],
+        },
+        "added_tokens": [{"id": 0, "content": "<s>"}],
+    }
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    copy_tokenizer(source, model)
+    cut = json.loads((model / "tokenizer.json").read_text())["model"]
+    assert (max(cut["vocab"].values()), cut["merges"]) == (4, [["a", "b"]])
+    tokenizer["added_tokens"] = [{"id": 5, "content": "<|end|>"}]
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"<\|end\|>"):
+        copy_tokenizer(source, model)
