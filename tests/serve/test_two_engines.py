@@ -100,5 +100,5 @@ async def test_a_front_follows_a_real_engine_through_a_prompt_and_an_answer(two:
         assert (await asking).status_code == 200
     falling = [left for left in seen if left]
     assert falling == sorted(falling, reverse=True), seen
-    # It fell while it ran, not only at the end; how often that is seen is the machine's.
-    assert min(falling) < max(falling), seen
+    # It fell while it ran, not only at the end.
+    assert len({left for left in falling if left < max(falling)}) >= 2, seen
