@@ -75,17 +75,11 @@ def window(readings: Sequence[Reading], begin_s: float, end_s: float) -> ServerW
     inside = [reading for reading in readings if begin_s <= reading.at_s <= end_s]
 
     def grown(name: str) -> float | None:
-        series = {one for reading in readings for one in reading.values.get(name, {})}
-        if not series:
-            return None
-        return sum(
-            _grown([(r.at_s, r.values[name][one]) for r in readings if one in r.values.get(name, {})]) for one in series
-        )
-
-    def _grown(samples: list[tuple[float, float]]) -> float:
-        first = next((value for at_s, value in reversed(samples) if at_s <= begin_s), samples[0][1])
-        last = next((value for at_s, value in samples if at_s >= end_s), samples[-1][1])
-        return last - first
+        samples: dict[str, list[tuple[float, float]]] = {}
+        for reading in readings:
+            for series, value in reading.values.get(name, {}).items():
+                samples.setdefault(series, []).append((reading.at_s, value))
+        return sum(_grown(of_one, begin_s, end_s) for of_one in samples.values()) if samples else None
 
     def mean(name: str) -> float | None:
         return _mean([sum(reading.values[name].values()) for reading in inside if name in reading.values])
@@ -97,6 +91,13 @@ def window(readings: Sequence[Reading], begin_s: float, end_s: float) -> ServerW
         mean_running=mean("running"),
         mean_waiting=mean("waiting"),
     )
+
+
+def _grown(samples: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """By how much one counter grew; `samples` are times and values in their order, at least one."""
+    first = next((value for at_s, value in reversed(samples) if at_s <= begin_s), samples[0][1])
+    last = next((value for at_s, value in samples if at_s >= end_s), samples[-1][1])
+    return last - first
 
 
 class Poller:

@@ -91,7 +91,6 @@ async def answers(seed: int) -> dict[str, Any]:
     choices = [answer["choices"][0] for answer in whole]
     return {
         "texts": [choice["text"] for choice in choices],
-        "first_logprobs": [choice["logprobs"]["token_logprobs"][0] for choice in choices],
         "logprobs": [choice["logprobs"] for choice in choices],
         "streams": streams,
         "vectors": [answer["data"][0]["embedding"] for answer in vectors],
@@ -113,7 +112,9 @@ def compared(handed: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         "texts": len(handed["texts"]),
         "streams_equal_to_whole": sum(a == b for a, b in zip(handed["streams"], handed["texts"], strict=False)),
         "streams": len(handed["streams"]),
-        "worst_first_logprob_difference": max(abs(a - b) for a, b in pairs("first_logprobs")),
+        "worst_first_logprob_difference": max(
+            abs(a["token_logprobs"][0] - b["token_logprobs"][0]) for a, b in pairs("logprobs")
+        ),
         "leads_where_texts_part": [
             lead for a, b in pairs("logprobs") if (lead := lead_at_first_difference(a, b)) is not None
         ],
