@@ -53,7 +53,7 @@ def mixed(rng: random.Random) -> tuple[RequestKind, int, dict[str, Any]]:
     """Kind, tokens and body of a request that computes exactly so many tokens; no two begin alike."""
     if rng.random() < 0.5:
         num_tokens = rng.randint(100, 400)
-        return "embed", num_tokens, {"input": [rng.choices(range(3, 200), k=num_tokens)]}
+        return "embed", num_tokens, {"input": [rng.choices(range(3, 200), k=num_tokens - 1)]}  # and the EOS
     prompt, output = rng.randint(50, 200), rng.randint(20, 60)
     body = {"prompt": rng.choices(range(3, 200), k=prompt), "max_tokens": output, "ignore_eos": True, "stream": True}
     return "generate", prompt + output, body

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,22 @@ class App:
             return []
 
 
-def computed_tokens(engine: dict[str, Any]) -> int:
-    """All tokens that an engine has computed, from what a replica says of itself."""
-    return sum(engine["report"]["totals"][part] for part in ("decode_tokens", "prefill_tokens", "embed_tokens"))
+def computed_tokens(app: App) -> dict[str, int]:
+    """All tokens that each engine has computed, by replica. To be asked at rest.
+
+    A replica looks at an idle core four times a second only: what it says may be older than the last request. So two looks, a
+    second apart, must agree.
+    """
+    parts = ("decode_tokens", "prefill_tokens", "embed_tokens")
+    before: dict[str, int] | None = None
+    for _ in range(60):
+        engines = app.info("Engine")
+        now = {engine["replica"]: sum(engine["report"]["totals"][part] for part in parts) for engine in engines}
+        if now == before and all(engine["in_engine"] == 0 for engine in engines):
+            return now
+        before = now
+        time.sleep(1)
+    raise AssertionError("the engines do not come to rest")
 
 
 @contextlib.contextmanager
