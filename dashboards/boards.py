@@ -270,6 +270,8 @@ ROUTER = Board(
             Panel("Drift over charge", "Above 1 for long: estimates far from what requests cost, or reports that come late.",
                   (Query(share("sum(orthrus_front_drift_tokens{<F>})", "sum(orthrus_front_charged_tokens{<F>})"), "drift"),),
                   good=0.5, bad=1),
+            Panel("Time between two chunks of a stream", "At least, by replica: grows with its streams, and while Fronts answer late.",
+                  (Query("max by (replica) (orthrus_stream_gap_seconds{<E>})", "{{replica}}"),), unit="s"),
             Panel("Open requests of each Front", "Uneven: the proxies in front of them do not spread connections.",
                   (Query("sum by (replica) (orthrus_front_in_flight_requests{<F>})", "{{replica}}"),)),
         )),

@@ -32,6 +32,13 @@ class HeadroomSpec(Section):
         return self
 
 
+class StreamSpec(Section):
+    """How often one replica may send to its clients: all its streams together `chunks_per_s`, beyond which tokens that follow
+    soon after each other go together. None is its share of what Fronts and proxy pass on (`policy/stream_pacing.py`)."""
+
+    chunks_per_s: float | None = Field(default=None, gt=0)
+
+
 class KeyLimitSpec(Section):
     """What one key may use, all Fronts together; None is no limit."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from orthrus_serve.config.clients import AdmissionSpec, ApiKeysSpec
+from orthrus_serve.config.clients import AdmissionSpec, ApiKeysSpec, StreamSpec
 from orthrus_serve.config.embedder import TOPOLOGY as SEPARATE
 from orthrus_serve.config.embedder import EmbedderSpec, embedder_problem, name_problem
 from orthrus_serve.config.roles import ROLES, PrefillSplitSpec, RoutingSpec, SplitSpec, connector_problem
@@ -254,6 +254,7 @@ class AppArgs(Section):
     embed_adapter: str | None = None
     engine: EngineSpec = EngineSpec()
     limits: LimitSpec = LimitSpec()
+    streams: StreamSpec = StreamSpec()
     front: FrontSpec = FrontSpec()
     router: RouterSpec = RouterSpec()
     dedicated: SplitSpec | None = None

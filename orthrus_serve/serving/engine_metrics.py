@@ -70,6 +70,7 @@ class EngineReportCollector(Collector):
         if report.get("kv_blocks"):
             yield self._gauges(catalog.KV_USAGE, {(): 1 - report["kv_free_blocks"] / report["kv_blocks"]})
         yield self._gauges(catalog.USED_ADAPTERS, {(): report.get("adapters", 0)})
+        yield self._gauges(catalog.STREAM_GAP, {(): report.get("stream_gap_s", 0.0)})
         yield self._gauges(catalog.ADAPTER_PLACES, {(): report.get("adapter_places", 0)})
         for metric, key in ((catalog.STEP_TARGET, "target_s"), (catalog.PEAK_FLOPS, "peak_flops")):
             if report.get(key) is not None:

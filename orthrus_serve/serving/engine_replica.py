@@ -21,6 +21,7 @@ from orthrus_serve.config.embedder import switch_problem
 from orthrus_serve.config.load import parse_live
 from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
+from orthrus_serve.policy.stream_pacing import ALONE, Fleet, StreamPacer
 from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.asgi_io import with_length
@@ -37,13 +38,13 @@ from orthrus_serve.serving.served import EmbedderFacts, served_by
 from orthrus_serve.serving.status import log_start
 from orthrus_serve.serving.topology_totals import TopologyTotals
 from orthrus_serve.serving.tunnel import (
-    GONE_HEADER,
-    LOST_STATUS,
     UNSEEN_STATUS,
     ASGIApp,
     Header,
     Start,
     TunnelRequest,
+    gone_start,
+    marked_when_lost,
     run_app,
 )
 from orthrus_serve.telemetry.catalog import STAGE, Stage
@@ -160,8 +161,11 @@ async def _start_separate(args: AppArgs, metrics: CollectorRegistry, stat_logger
 class EngineReplica:
     """One engine as a Ray Serve replica."""
 
-    async def __init__(self, args: AppArgs, start: StartEngine = start_engine) -> None:
-        """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again."""
+    async def __init__(self, args: AppArgs, start: StartEngine = start_engine, fleet: Fleet = ALONE) -> None:
+        """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again.
+
+        `fleet` is what this replica is one of.
+        """
         configure(args.log.level, as_json=args.log.as_json)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._running = await start(args)
@@ -179,16 +183,18 @@ class EngineReplica:
         self._report: dict[str, Any] = {}
         self._settings: dict[str, Any] = {"applied": {}, "refused": None}
         self._args = args
+        self._pacer = StreamPacer(args.streams.chunks_per_s or ray_compat.usual_chunks_per_s(fleet))
         self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
         adapters = (*args.adapters, *args.generate_adapters)
-        self._registry.register(EngineReportCollector(self._totals, lambda: self._report, adapters))
+        self._registry.register(EngineReportCollector(self._totals, self._told_report, adapters))
         registries = (self._registry, self._running.metrics, REGISTRY)
         self._ray_copy = RayCopy(lambda: (family for registry in registries for family in registry.collect()))
         limits = PulseLimits(args.health.stall_s, args.health.replace_after_s)
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
         self._calls = OpenCalls()
-        self._sender = ReportSender(self._own_report, ray_compat.tell_fronts(TOLD_WITHIN_S))
+        tell = ray_compat.tell_fronts(TOLD_WITHIN_S)
+        self._sender = ReportSender(self._own_report, tell, answered=self._pacer.answered)
         running = (
             self._watch_core(),
             self._sender.run(),
@@ -202,6 +208,9 @@ class EngineReplica:
 
     def _own_report(self) -> ReplicaReport:
         return ReplicaReport(self._replica_id, self._calls.by_front(), done_by(self._report.get("totals", {})))
+
+    def _told_report(self) -> dict[str, Any]:
+        return self._report and {**self._report, "stream_gap_s": self._pacer.gap_s}
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +241,7 @@ class EngineReplica:
         self._sender.wake()
         try:
             if self._core_is_gone():
-                yield self._gone_start(UNSEEN_STATUS)
+                yield gone_start(UNSEEN_STATUS, self._replica_id)
                 yield error_bytes(GONE)
                 return
             try:
@@ -249,9 +258,9 @@ class EngineReplica:
                 reply = whole_reply(seen)
             else:
                 request = TunnelRequest(method, path, query, with_length(headers, len(seen)), seen)
-                reply = run_app(self._running.app, request, context=context, left=call.left)
+                reply = run_app(self._running.app, request, context=context, left=call.left, pacer=self._pacer)
                 reply = prefill_reply(reply) if stage == "prefill" else reply
-            async for item in self._marked(reply):
+            async for item in marked_when_lost(reply, self._core_is_gone, self._replica_id):
                 yield item
         finally:
             self._calls.end(call)
@@ -260,20 +269,8 @@ class EngineReplica:
             if not self._num_open:
                 self._nothing_open.set()
 
-    async def _marked(self, reply: AsyncGenerator[Start | bytes]) -> AsyncGenerator[Start | bytes]:
-        """Passes a reply on; an error that comes after the core died is marked, so that the Front asks another replica."""
-        try:
-            async for item in reply:
-                is_lost = not isinstance(item, bytes) and item[0] >= 500 and self._core_is_gone()
-                yield self._gone_start(LOST_STATUS) if is_lost else item
-        finally:
-            await reply.aclose()
-
     def _core_is_gone(self) -> bool:
         return self._running.engine.errored
-
-    def _gone_start(self, status: int) -> Start:
-        return status, [*JSON_HEADERS, (GONE_HEADER, self._replica_id.encode())]
 
     # --- live settings ----------------------------------------------------------------------------------------------
 

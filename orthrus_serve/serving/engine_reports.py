@@ -11,6 +11,7 @@ Leaves out the arithmetic (`policy/remaining.py`) and what a Front makes of it (
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -160,15 +161,18 @@ class ReportSender:
         report: Callable[[], ReplicaReport],
         send: Callable[[ReplicaReport], Awaitable[float]],
         retry_gap_s: float = RETRY_GAP_S,
+        answered: Callable[[float], None] = lambda _: None,
     ) -> None:
         """
         Args:
             report: the report as of now.
             send: returns after how many seconds the next one is welcome; raises if this one may not have arrived everywhere.
+            answered: told after how many seconds all Fronts had answered, or one had failed.
         """
         self._report = report
         self._send = send
         self._retry_gap_s = retry_gap_s
+        self._answered = answered
         self._news = asyncio.Event()
         self.num_sent = 0
 
@@ -186,6 +190,7 @@ class ReportSender:
             if report == arrived:
                 continue
             self.num_sent += 1
+            sent_s = time.monotonic()
             try:
                 gap_s = await self._send(replace(report, number=self.num_sent))
                 arrived = report
@@ -194,6 +199,7 @@ class ReportSender:
                     log.warning("report_not_sent", cause=repr(error)[:300])
                 arrived, gap_s = None, self._retry_gap_s
                 self._news.set()
+            self._answered(time.monotonic() - sent_s)
             await asyncio.sleep(gap_s)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID
-from ray.serve._private.constants import SERVE_NAMESPACE
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_THROUGHPUT_OPTIMIZED, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context as get_serve_request_context
 from ray.serve.context import _RequestContext as RequestContext
 from ray.serve.context import _serve_request_context as serve_request_context
@@ -23,7 +23,9 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from orthrus_serve.errors import UnsupportedVersionError
+from orthrus_serve.policy import stream_pacing
 from orthrus_serve.policy.replica_choice import Place
+from orthrus_serve.policy.stream_pacing import Fleet
 
 PINNED_RAY = "2.60.0"
 
@@ -150,6 +152,15 @@ def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
         return max(answers)
 
     return tell
+
+
+def usual_chunks_per_s(fleet: Fleet) -> float:
+    """`stream_pacing.usual_chunks_per_s` with the switches that Serve took from this process' environment."""
+    return stream_pacing.usual_chunks_per_s(
+        fleet,
+        has_haproxy=bool(RAY_SERVE_ENABLE_HA_PROXY),
+        is_throughput_optimized=bool(RAY_SERVE_THROUGHPUT_OPTIMIZED),
+    )
 
 
 def front_is_alive(front: str) -> bool:

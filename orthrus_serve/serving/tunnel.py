@@ -9,6 +9,7 @@ handle call), and which paths exist.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orthrus_serve.errors import RequestError
+from orthrus_serve.policy.stream_pacing import UNPACED, StreamPacer
 from orthrus_serve.serving.error_shape import (
     JSON_HEADERS,
     error_bytes,
@@ -106,11 +108,16 @@ class _AppCall:
         self._client_gone = left
         self._body_taken = False
         self._closed = False
+        self._ended = asyncio.Event()  # nothing more will be sent
         self.is_complete = False
         loop = asyncio.get_running_loop()
         run = app(request.scope(app), self._receive, self._send)
         self._task = loop.create_task(_awaited(run), context=context, name=f"asgi {request.path}")
-        self._task.add_done_callback(lambda _: self._messages.put_nowait(None))
+        self._task.add_done_callback(self._end)
+
+    def _end(self, _: asyncio.Task[None]) -> None:
+        self._messages.put_nowait(None)
+        self._ended.set()
 
     async def _receive(self) -> Message:
         if not self._body_taken:
@@ -124,6 +131,8 @@ class _AppCall:
         # `yield` is closed by the garbage collector, which aborts nothing.
         if not self._closed:
             self._messages.put_nowait(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._ended.set()
 
     async def start(self) -> Start | None:
         """Status and headers, or None if the app ended without sending any."""
@@ -149,6 +158,13 @@ class _AppCall:
                 yield joined
             if message is None:
                 return
+
+    async def rest(self, gap_s: float) -> None:
+        """Lets so many seconds pass, or less if the app has ended meanwhile."""
+        if gap_s > 0 and not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(gap_s):
+                    await self._ended.wait()
 
     def failure(self) -> BaseException | None:
         """The exception that ended the app's task, or None."""
@@ -176,13 +192,14 @@ async def run_app(
     *,
     context: contextvars.Context | None = None,
     left: asyncio.Event | None = None,
+    pacer: StreamPacer = UNPACED,
 ) -> AsyncGenerator[Start | bytes]:
     """Runs `app` for one request. Yields `(status, headers)` first, then body chunks.
 
     Errors (status 400 and above) are yielded in OpenAI's shape. An app that raises before it sent anything yields a 500.
     Afterwards an event stream ends in an error event; any other body raises `TruncatedReplyError`. Closing the generator
     tells the app that the client left; so does `left`, when the reply is nobody's any more. `context` is the context that the
-    app's task runs in.
+    app's task runs in. `pacer` says how soon after each other chunks of an event stream may go.
     """
     left = left or asyncio.Event()
     call = _AppCall(app, request, context, left)
@@ -203,11 +220,14 @@ async def run_app(
             return
         yield status, headers
         is_stream = is_event_stream(headers)
-        async for chunk in call.chunks():
-            if is_stream and has_error_event(chunk):
-                yield reshape_events(chunk)
-                return  # vLLM goes on to `[DONE]`, as if the answer were complete
-            yield chunk
+        with pacer.stream() as sending:
+            async for chunk in call.chunks():
+                if is_stream and has_error_event(chunk):
+                    yield reshape_events(chunk)
+                    return  # vLLM goes on to `[DONE]`, as if the answer were complete
+                yield chunk
+                if is_stream:
+                    await call.rest(sending.sent())
         if call.is_complete or left.is_set():
             return
         log.error("app_failed_within_reply", path=request.path, cause=_told(call.failure()))
@@ -216,6 +236,23 @@ async def run_app(
         yield sse_error_event(INTERNAL_ERROR)
     finally:
         call.close()
+
+
+def gone_start(status: int, replica_id: str) -> Start:
+    """The start of an error from a replica whose engine is gone."""
+    return status, [*JSON_HEADERS, (GONE_HEADER, replica_id.encode())]
+
+
+async def marked_when_lost(
+    reply: AsyncGenerator[Start | bytes], is_gone: Callable[[], bool], replica_id: str
+) -> AsyncGenerator[Start | bytes]:
+    """Passes a reply on; an error that comes after the engine died is marked, so that the Front asks another replica."""
+    try:
+        async for item in reply:
+            is_lost = not isinstance(item, bytes) and item[0] >= 500 and is_gone()
+            yield gone_start(LOST_STATUS, replica_id) if is_lost else item
+    finally:
+        await reply.aclose()
 
 
 def _told(failure: BaseException | None) -> str:

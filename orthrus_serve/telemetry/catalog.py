@@ -167,6 +167,14 @@ POOLING_STATES = Metric(
     ("topology",),
     "Embeddings of which a part is computed, and whose running pool is held.",
 )
+STREAM_GAP = Metric(
+    "orthrus_stream_gap_seconds",
+    "gauge",
+    "seconds",
+    ("topology",),
+    "Least time between two chunks of a stream of this replica; what is made meanwhile goes together. It grows with the "
+    "streams, and while Fronts answer late.",
+)
 KV_USAGE = Metric(
     "orthrus_engine_kv_cache_usage_ratio", "gauge", "ratio", ("topology",), "Share of the KV blocks that is in use."
 )
@@ -365,7 +373,7 @@ CATALOG: tuple[Metric, ...] = (
     MODEL_FLOPS, PEAK_FLOPS, PREEMPTIONS,
     # what an engine holds now
     RUNNING_REQUESTS, WAITING_REQUESTS, HELD_REQUESTS, REMAINING_TOKENS, OLDEST_WAIT, POOLING_STATES, KV_USAGE, POLICY_INFO,
-    USED_ADAPTERS, ADAPTER_PLACES, ADAPTER_REQUESTS, ADAPTER_WAITS, STAGE, FETCHES,
+    USED_ADAPTERS, ADAPTER_PLACES, ADAPTER_REQUESTS, ADAPTER_WAITS, STAGE, FETCHES, STREAM_GAP,
     # how requests went
     REQUESTS, REQUEST_DURATION, FIRST_TOKEN, FRONT_WAIT, IN_FLIGHT, RETRIES, HANDOVERS, MIRRORED, REFUSALS,
     UNAUTHORIZED, GOALS,

@@ -46,14 +46,18 @@ PROCESSES = {
 }
 
 
+def kind_of(process: psutil.Process) -> str:
+    """What a process below this one is."""
+    line = " ".join(process.cmdline()) or process.name()
+    return next((name for part, name in PROCESSES.items() if part in line), "others")
+
+
 def processor_times() -> Counter[str]:
     """Milliseconds of processor time so far, of the processes below this one, by what they are."""
     found: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            line = " ".join(process.cmdline()) or process.name()
-            times = process.cpu_times()
-            what = next((name for part, name in PROCESSES.items() if part in line), "others")
+            what, times = kind_of(process), process.cpu_times()
             found[what] += round(1000 * (times.user + times.system))
     return found
 

@@ -74,13 +74,18 @@ class Fronts:
         self.num_failures = num_failures
         self.now: dict[str, dict[str, int]] = {}
         self.got: list[ReplicaReport] = []
-        self.sender = ReportSender(lambda: ReplicaReport("a", self.now), self._take, retry_gap_s=0.05)
+        self.took_s: list[float] = []
+        self.answers_after_s = 0.0
+        self.sender = ReportSender(
+            lambda: ReplicaReport("a", self.now), self._take, retry_gap_s=0.05, answered=self.took_s.append
+        )
 
     async def _take(self, report: ReplicaReport) -> float:
         if self.num_failures:
             self.num_failures -= 1
             raise ConnectionError("no Front")
         self.got.append(report)
+        await asyncio.sleep(self.answers_after_s)
         return 0.02
 
     async def until(self, num_got: int) -> None:
@@ -112,6 +117,18 @@ async def test_only_changes_are_sent_and_many_at_once_are_one_message(running: F
         running.sender.wake()
     await running.until(1)
     assert running.got == [ReplicaReport("a", {"f": {"r": 99}}, number=1)]
+
+
+async def test_how_long_the_fronts_took_to_answer_is_told(running: Fronts) -> None:
+    running.answers_after_s = 0.1
+    running.now = {"f": {"r": 1}}
+    running.sender.wake()
+    await running.until(1)
+    await asyncio.sleep(0.05)
+    assert running.took_s == []  # not before they have
+    await asyncio.sleep(0.1)
+    assert len(running.took_s) == 1
+    assert running.took_s[0] >= 0.1
 
 
 async def test_no_more_than_one_message_is_sent_in_a_gap(running: Fronts) -> None:

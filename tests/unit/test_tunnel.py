@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orthrus_serve.policy.stream_pacing import StreamPacer
 from orthrus_serve.serving.tunnel import Start, TruncatedReplyError, TunnelRequest, read_reply, run_app
 
 JSON = [(b"content-type", b"application/json")]
@@ -58,6 +59,78 @@ async def test_chunks_that_wait_are_joined_and_none_is_lost() -> None:
     app = replying(start(headers=SSE), body(b"a", True), body(b"b", True), body(b"", True), body(b"c"))
     items = [item async for item in run_app(app, REQUEST)]
     assert items == [(200, SSE), b"abc"]
+
+
+# One chunk of a stream, and then none for a quarter of an hour.
+SLOWEST = 0.001
+
+
+def telling(*parts: bytes, gap_s: float = 0.002, then: BaseException | None = None) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start(headers=SSE))
+        for part in parts:
+            await send(body(part, True))
+            await asyncio.sleep(gap_s)
+        if then is not None:
+            raise then
+        await send(body(b""))
+
+    return app
+
+
+async def test_within_the_gap_of_a_stream_chunks_are_joined_and_none_is_lost() -> None:
+    events = [b"data: %d\n\n" % number for number in range(100)]
+    began_s = asyncio.get_running_loop().time()
+    items = [item async for item in run_app(telling(*events), REQUEST, pacer=StreamPacer(50.0))]
+    took_s = asyncio.get_running_loop().time() - began_s
+    assert items[:2] == [(200, SSE), events[0]]  # the first waits for nothing
+    assert b"".join(items[1:]) == b"".join(events)  # pyright: ignore
+    assert 3 < len(items) <= 3 + took_s * 50.0  # the head, the first and the last besides
+
+
+@pytest.mark.parametrize("then", [None, RuntimeError("broken")])
+async def test_the_end_of_a_stream_does_not_wait_for_its_gap(then: BaseException | None) -> None:
+    app = telling(b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n", then=then)
+    async with asyncio.timeout(5):
+        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(SLOWEST))]
+    assert items[:3] == [(200, SSE), b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"]
+    assert [b"event: error" in item for item in items[3:]] == [True] * (then is not None)
+
+
+async def test_an_answer_that_is_no_stream_is_not_paced() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start())
+        for _ in range(5):
+            await send(body(b"1", True))
+            await asyncio.sleep(0.01)
+        await send(body(b""))
+
+    async with asyncio.timeout(5):
+        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(SLOWEST))]
+    assert items == [(200, JSON), *[b"1"] * 5]
+
+
+async def test_a_client_that_leaves_within_the_gap_leaves_nothing_behind() -> None:
+    pacer, heard = StreamPacer(SLOWEST), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(start(headers=SSE))
+        await send(body(b"data: 1\n\n", True))
+        await receive()
+        heard.set()
+
+    reply = run_app(app, REQUEST, pacer=pacer)
+    assert [await anext(reply), await anext(reply)] == [(200, SSE), b"data: 1\n\n"]
+    next_one = asyncio.create_task(anext(reply))
+    await asyncio.sleep(0.01)
+    assert pacer.num_sending == 1
+    next_one.cancel()
+    await asyncio.wait({next_one})
+    await reply.aclose()
+    async with asyncio.timeout(5):
+        await heard.wait()
+    assert pacer.num_sending == 0
 
 
 async def test_an_app_that_raises_before_its_first_byte_is_a_500_in_openai_shape() -> None:
