@@ -120,7 +120,8 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     usual = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
-    for turn, way in itertools.product(range(options.times), options.ways):
+    turns: list[tuple[int, str]] = list(itertools.product(range(options.times), options.ways))
+    for turn, way in turns:
         command = [sys.executable, "-m", "tests.serve.stream_path", "--one", "--gap", str(options.gap)]
         command += ["--seconds", str(options.seconds), "--streams", *map(str, options.streams)]
         command += ["--chunks", *options.chunks, *["--apart"] * options.apart]
