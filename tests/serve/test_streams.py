@@ -1,4 +1,4 @@
-"""Streams of which each token could be a chunk of its own, where a replica may send few chunks: through proxy, Front and replica."""
+"""Streams of which each token could be a chunk of its own, where a replica may send few: through proxy, Front and replica."""
 
 import asyncio
 import json
