@@ -15,7 +15,7 @@ from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.load import engine_deployment, parse_args
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.ops.plan import num_fronts, topology_of
-from orthrus_serve.policy.stream_pacing import Fleet
+from orthrus_serve.policy.stream_pacing import Sharers
 from orthrus_serve.policy.topology import Topology
 from orthrus_serve.serving.autoscaling import autoscaling_config, report_environment
 from orthrus_serve.serving.engine_replica import EngineReplica, StartEngine, start_engine
@@ -51,11 +51,11 @@ def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_W
     """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
     engines: dict[str, Any] = {}
-    fleet = Fleet(num_fronts(args), args.most_replicas)
     for arm, of_arm in args.by_arm.items():
         topology = topology_of(of_arm, pool_name=engine_deployment(arm))
         deployment = _engine_deployment(of_arm, topology, {"replica_wait_s": replica_wait_s})
-        engines[arm] = deployment.bind(of_arm, start, fleet)
+        others = Sharers(num_fronts(args), args.most_replicas - of_arm.most_replicas)
+        engines[arm] = deployment.bind(of_arm, start, others)
     return _front_deployment(args).bind(args, engines, num_fronts(args))
 
 

@@ -34,9 +34,11 @@ class HeadroomSpec(Section):
 
 class StreamSpec(Section):
     """How often one replica may send to its clients: all its streams together `chunks_per_s`, beyond which tokens that follow
-    soon after each other go together. None is its share of what Fronts and proxy pass on (`policy/stream_pacing.py`)."""
+    soon after each other go together. None is its share of what Fronts and proxy pass on (`policy/stream_pacing.py`). With
+    `is_bounded` off, every token goes at once."""
 
     chunks_per_s: float | None = Field(default=None, gt=0)
+    is_bounded: bool = True
 
 
 class KeyLimitSpec(Section):

@@ -8,6 +8,7 @@ made (`orthrus_serve.engine`, imported only here and only when a replica starts)
 import asyncio
 import contextlib
 import contextvars
+import math
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from orthrus_serve.config.embedder import switch_problem
 from orthrus_serve.config.load import parse_live
 from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError, OrthrusError, RequestError
-from orthrus_serve.policy.stream_pacing import ALONE, Fleet, StreamPacer
+from orthrus_serve.policy.stream_pacing import Sharers, StreamPacer
 from orthrus_serve.policy.topology import PRESETS
 from orthrus_serve.serving import ray_compat
 from orthrus_serve.serving.asgi_io import with_length
@@ -58,6 +59,7 @@ LAST_WORDS_S = 2.0
 # How long a stalled core's processes may take to end: vLLM asks for 5 s, then kills them.
 END_CORE_S = 20.0
 IDLE_WATCH_GAP_S = 0.25
+ALONE = Sharers(num_fronts=1, num_replicas=0)
 TOLD_WITHIN_S = 1.0
 GONE = RequestError(503, "The engine of this replica is gone.", code="replica_lost")
 
@@ -161,10 +163,10 @@ async def _start_separate(args: AppArgs, metrics: CollectorRegistry, stat_logger
 class EngineReplica:
     """One engine as a Ray Serve replica."""
 
-    async def __init__(self, args: AppArgs, start: StartEngine = start_engine, fleet: Fleet = ALONE) -> None:
+    async def __init__(self, args: AppArgs, start: StartEngine = start_engine, others: Sharers = ALONE) -> None:
         """Returns when the engine can answer. An error here is a failed start, which Serve shows and tries again.
 
-        `fleet` is what this replica is one of.
+        `others` are the Fronts, and the engine replicas of other arms.
         """
         configure(args.log.level, as_json=args.log.as_json)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
@@ -183,7 +185,8 @@ class EngineReplica:
         self._report: dict[str, Any] = {}
         self._settings: dict[str, Any] = {"applied": {}, "refused": None}
         self._args = args
-        self._pacer = StreamPacer(args.streams.chunks_per_s or ray_compat.usual_chunks_per_s(fleet))
+        self._others = others
+        self._pacer = StreamPacer(self._most_chunks_per_s())
         self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
         adapters = (*args.adapters, *args.generate_adapters)
@@ -194,7 +197,7 @@ class EngineReplica:
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
         self._calls = OpenCalls()
         tell = ray_compat.tell_fronts(TOLD_WITHIN_S)
-        self._sender = ReportSender(self._own_report, tell, answered=self._pacer.answered)
+        self._sender = ReportSender(self._own_report, tell, answered=self._see_answer)
         running = (
             self._watch_core(),
             self._sender.run(),
@@ -208,6 +211,15 @@ class EngineReplica:
 
     def _own_report(self) -> ReplicaReport:
         return ReplicaReport(self._replica_id, self._calls.by_front(), done_by(self._report.get("totals", {})))
+
+    def _most_chunks_per_s(self) -> float:
+        spec = self._args.streams
+        if not spec.is_bounded:
+            return math.inf
+        return spec.chunks_per_s or ray_compat.usual_chunks_per_s(self._others.num_fronts, self._others.num_replicas)
+
+    def _see_answer(self, took_s: float) -> None:
+        self._pacer.answered(took_s, self._most_chunks_per_s())
 
     def _told_report(self) -> dict[str, Any]:
         return self._report and {**self._report, "stream_gap_s": self._pacer.gap_s}

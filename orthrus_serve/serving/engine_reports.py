@@ -167,7 +167,7 @@ class ReportSender:
         Args:
             report: the report as of now.
             send: returns after how many seconds the next one is welcome; raises if this one may not have arrived everywhere.
-            answered: told after how many seconds all Fronts had answered, or one had failed.
+            answered: told after how many seconds all Fronts had answered. A message that failed says nothing of that.
         """
         self._report = report
         self._send = send
@@ -194,12 +194,12 @@ class ReportSender:
             try:
                 gap_s = await self._send(replace(report, number=self.num_sent))
                 arrived = report
+                self._answered(time.monotonic() - sent_s)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is sent again
                 if arrived is not None:  # the first of a row
                     log.warning("report_not_sent", cause=repr(error)[:300])
                 arrived, gap_s = None, self._retry_gap_s
                 self._news.set()
-            self._answered(time.monotonic() - sent_s)
             await asyncio.sleep(gap_s)
 
 

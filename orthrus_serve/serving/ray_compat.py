@@ -25,7 +25,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from orthrus_serve.errors import UnsupportedVersionError
 from orthrus_serve.policy import stream_pacing
 from orthrus_serve.policy.replica_choice import Place
-from orthrus_serve.policy.stream_pacing import Fleet
+from orthrus_serve.policy.stream_pacing import Sharers
 
 PINNED_RAY = "2.60.0"
 
@@ -154,10 +154,12 @@ def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
     return tell
 
 
-def usual_chunks_per_s(fleet: Fleet) -> float:
-    """`stream_pacing.usual_chunks_per_s` with the switches that Serve took from this process' environment."""
+def usual_chunks_per_s(num_fronts: int, num_in_other_arms: int) -> float:
+    """Inside an engine replica: `stream_pacing.usual_chunks_per_s` for the replicas that its deployment has now and those of
+    other arms, with the switches that Serve took from this process' environment."""
+    num_here = max(1, serve.get_replica_context().world_size or 1)
     return stream_pacing.usual_chunks_per_s(
-        fleet,
+        Sharers(num_fronts, num_in_other_arms + num_here),
         has_haproxy=bool(RAY_SERVE_ENABLE_HA_PROXY),
         is_throughput_optimized=bool(RAY_SERVE_THROUGHPUT_OPTIMIZED),
     )

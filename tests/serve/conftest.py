@@ -77,8 +77,8 @@ class App:
             return []
 
 
-def computed_tokens(app: App) -> dict[str, int]:
-    """All tokens that each engine has computed, by replica. To be asked at rest.
+def computed_tokens(app: App, num_engines: int) -> dict[str, int]:
+    """All tokens that each of so many engines has computed, by replica. To be asked at rest.
 
     A replica looks at an idle core four times a second only: what it says may be older than the last request. So two looks, a
     second apart, must agree.
@@ -86,9 +86,9 @@ def computed_tokens(app: App) -> dict[str, int]:
     parts = ("decode_tokens", "prefill_tokens", "embed_tokens")
     before: dict[str, int] | None = None
     for _ in range(60):
-        engines = app.info("Engine")
+        engines = [engine for engine in app.info("Engine") if engine["report"] and engine["in_engine"] == 0]
         now = {engine["replica"]: sum(engine["report"]["totals"][part] for part in parts) for engine in engines}
-        if now == before and all(engine["in_engine"] == 0 for engine in engines):
+        if now == before and len(now) == num_engines:
             return now
         before = now
         time.sleep(1)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import platform
 import statistics
@@ -28,7 +27,7 @@ from orthrus_serve.config.schema import AppArgs
 from tests.serve.http_path import WAYS, kind_of, processor_times
 
 NUM_TOKENS = 100
-BOUNDS: dict[str, float | None] = {"no bound": math.inf, "usual": None}
+BOUNDS: dict[str, bool] = {"no bound": False, "usual": True}
 
 
 async def ask(url: str, num_streams: int, ends_s: float) -> tuple[int, list[float]]:
@@ -65,15 +64,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     with local_serve() as url:
-        for chunks in options.chunks:
+        for bound in options.bounds:
             own = {"num_replicas": 1, "front": {"num_replicas": 1, "num_cpus": 0.1}}
-            args = AppArgs.model_validate({**FAKE_ARGS, **own, "streams": {"chunks_per_s": BOUNDS[chunks]}})
+            args = AppArgs.model_validate({**FAKE_ARGS, **own, "streams": {"is_bounded": BOUNDS[bound]}})
             serve.run(compose(args, start_clocked(options.gap)), name="path", route_prefix="/")
             if options.apart:
                 set_apart()
             for num_streams in options.streams:
                 asyncio.run(ask(url, num_streams, time.monotonic() + 1))
-                rows.append({"chunks_per_s": chunks, "streams": num_streams, **load(url, num_streams, options)})
+                rows.append({"bound": bound, "streams": num_streams, **load(url, num_streams, options)})
             serve.delete("path")
     return rows
 
@@ -94,6 +93,7 @@ def load(url: str, num_streams: int, options: argparse.Namespace) -> dict[str, A
     took_s, used = time.monotonic() - began_s, processor_times() - before
     quantiles = statistics.quantiles(lags_s, n=100)
     return {
+        "seconds": round(took_s, 1),
         "due_per_s": round(num_streams / options.gap),
         "came_per_s": round(num_tokens / took_s),
         "lag_ms": {"p50": round(1000 * quantiles[49], 1), "p99": round(1000 * quantiles[98], 1)},
@@ -105,7 +105,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gap", type=float, default=0.04, help="s between two tokens of a stream")
-    parser.add_argument("--chunks", nargs="+", choices=BOUNDS, default=list(BOUNDS), help="`streams.chunks_per_s`")
+    parser.add_argument(
+        "--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS), help="whether `streams` is bounded"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument(
@@ -124,7 +126,7 @@ def main() -> int:
     for turn, way in turns:
         command = [sys.executable, "-m", "tests.serve.stream_path", "--one", "--gap", str(options.gap)]
         command += ["--seconds", str(options.seconds), "--streams", *map(str, options.streams)]
-        command += ["--chunks", *options.chunks, *["--apart"] * options.apart]
+        command += ["--bounds", *options.bounds, *["--apart"] * options.apart]
         out = subprocess.run(command, env=usual | WAYS[way], check=True, stdout=subprocess.PIPE, text=True).stdout
         for row in json.loads(out.splitlines()[-1]):
             rows.append({"way": way, "turn": turn, **row})

@@ -35,7 +35,7 @@ def guarded(serve_url: str, tiny: Any) -> Iterator[App]:
 def computed(app: App) -> int:
     """Tokens that the engine has computed in all, once nothing is charged."""
     until(lambda: [(front["open"], front["tokens"], front["drift"]) for front in app.info("Front")] == [(0, 0, 0)], 60)
-    (tokens,) = computed_tokens(app).values()
+    (tokens,) = computed_tokens(app, 1).values()
     return tokens
 
 

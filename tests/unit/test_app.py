@@ -10,6 +10,7 @@ from orthrus_serve.app import GRACEFUL_SHUTDOWN_S, build
 from orthrus_serve.config.environment import replica_environment
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.errors import ConfigError, UnsupportedVersionError
+from orthrus_serve.policy.stream_pacing import Sharers
 from orthrus_serve.serving import ray_compat
 
 ARGS: dict[str, Any] = {
@@ -47,6 +48,17 @@ def test_with_autoscaling_serve_scales_from_the_first_number_and_fronts_are_ther
     assert config.policy.policy_kwargs["target_tokens_per_replica"] == 20_000
     switches = engine.ray_actor_options["runtime_env"]["env_vars"]
     assert switches["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "10"
+
+
+def test_engines_know_with_whom_they_share_the_way_to_the_clients() -> None:
+    _, engine = deployments()
+    assert engine.init_args[2] == Sharers(num_fronts=4, num_replicas=0)
+    arms = {"a": {"topology": "orthrus", "num_replicas": 3}, "b": {"topology": "hetero_fcfs", "num_replicas": 2}}
+    application: Any = build({**{key: ARGS[key] for key in ("model", "adapters")}, "arms": arms})
+    others = {
+        arm: bound._bound_deployment.init_args[2] for arm, bound in application._bound_deployment.init_args[1].items()
+    }
+    assert others == {"a": Sharers(5, 2), "b": Sharers(5, 3)}
 
 
 @pytest.mark.parametrize(("gpus", "v2", "dynamo"), [(0, "0", "1"), (1, "1", None), (0.5, "1", None)])

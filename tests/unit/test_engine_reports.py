@@ -75,7 +75,8 @@ class Fronts:
         self.now: dict[str, dict[str, int]] = {}
         self.got: list[ReplicaReport] = []
         self.took_s: list[float] = []
-        self.answers_after_s = 0.0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.sender = ReportSender(
             lambda: ReplicaReport("a", self.now), self._take, retry_gap_s=0.05, answered=self.took_s.append
         )
@@ -85,7 +86,7 @@ class Fronts:
             self.num_failures -= 1
             raise ConnectionError("no Front")
         self.got.append(report)
-        await asyncio.sleep(self.answers_after_s)
+        await self.may_answer.wait()
         return 0.02
 
     async def until(self, num_got: int) -> None:
@@ -120,15 +121,28 @@ async def test_only_changes_are_sent_and_many_at_once_are_one_message(running: F
 
 
 async def test_how_long_the_fronts_took_to_answer_is_told(running: Fronts) -> None:
-    running.answers_after_s = 0.1
+    running.may_answer.clear()
     running.now = {"f": {"r": 1}}
     running.sender.wake()
     await running.until(1)
     await asyncio.sleep(0.05)
     assert running.took_s == []  # not before they have
-    await asyncio.sleep(0.1)
-    assert len(running.took_s) == 1
-    assert running.took_s[0] >= 0.1
+    running.may_answer.set()
+    running.now = {}
+    running.sender.wake()
+    await running.until(2)
+    assert running.took_s[0] >= 0.05
+
+
+@pytest.mark.parametrize("running", [1], indirect=True)
+async def test_a_message_that_failed_says_nothing_of_how_long_fronts_take(running: Fronts) -> None:
+    running.now = {"f": {"r": 1}}
+    running.sender.wake()
+    await running.until(1)
+    running.now = {}
+    running.sender.wake()
+    await running.until(2)
+    assert (running.sender.num_sent, len(running.took_s)) == (3, 2)
 
 
 async def test_no_more_than_one_message_is_sent_in_a_gap(running: Fronts) -> None:

@@ -192,6 +192,8 @@ def test_all_mistakes_in_args_are_told_at_once():
         ((*ARG, "adapters", "e", "dimensions"), [64, 0], "adapters.e.dimensions: every entry must be at least 1"),
         ((*ARG, "adapters", "e", "dimensions"), 64, "adapters.e.dimensions: must be a list, got the number 64"),
         ((*ARG, "embed_adapter"), "f", "args.embed_adapter: 'f' is not one of ['e']"),
+        ((*ARG, "streams"), {"chunks_per_s": 0}, "args.streams.chunks_per_s: must be more than 0"),
+        ((*ARG, "streams"), {"chunks_per_s": float("inf")}, "args.streams.chunks_per_s: must be a finite number"),
         ((*ARG, "admission"), {"embed": {"e2e_ms": 0}}, "args.admission.embed.e2e_ms: must be more than 0"),
         ((*ARG, "admission"), {"generate": {"tttf_ms": 1}}, "did you mean 'ttft_ms'?"),
         ((*ARG, "admission"), {"headroom": {"low": 0.9}}, "headroom.high: must not be below normal, nor normal"),

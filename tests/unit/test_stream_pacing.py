@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,11 @@ from orthrus_serve.policy.stream_pacing import (
     FRONT_CHUNKS_PER_S,
     LATE_S,
     LEAST_CHUNKS_PER_S,
+    NUM_LATE,
     PROXY_CHUNKS_PER_S,
-    Fleet,
+    REPLICA_CHUNKS_PER_S,
+    Sending,
+    Sharers,
     StreamPacer,
     usual_chunks_per_s,
 )
@@ -23,7 +27,7 @@ from orthrus_serve.policy.stream_pacing import (
 @given(num_streams=st.integers(1, 300), per_s=st.floats(50.0, 5000.0))
 def test_all_streams_together_send_no_more_than_their_chunks_a_second(num_streams: int, per_s: float) -> None:
     pacer, seconds = StreamPacer(per_s), 2.0
-    streams = [pacer.stream().__enter__() for _ in range(num_streams)]
+    streams = [Sending(pacer) for _ in range(num_streams)]
     for stream in streams:
         stream.sent()  # the first of each waits for nothing
     due = [(pacer.gap_s, number) for number in range(num_streams)]
@@ -59,43 +63,62 @@ def gap_of_one(pacer: StreamPacer) -> float:
 
 def test_while_fronts_answer_late_fewer_chunks_are_sent_and_as_many_as_before_once_they_do_not() -> None:
     pacer = StreamPacer(2000.0)
-    pacer.answered(LATE_S)
-    assert gap_of_one(pacer) == 1 / 2000  # that was in time
     gaps: list[float] = []
     for _ in range(100):
-        pacer.answered(2 * LATE_S)
+        pacer.answered(2 * LATE_S, 2000.0)
         gaps.append(gap_of_one(pacer))
     assert gaps == sorted(gaps)
-    assert gaps[2] == pytest.approx(1 / 2000 / 0.8**3)
+    assert gaps[NUM_LATE - 2 : NUM_LATE + 1] == pytest.approx([1 / 2000, 1 / 2000 / 0.8, 1 / 2000 / 0.8**2])
     assert gaps[-1] == 1 / LEAST_CHUNKS_PER_S
     for _ in range(100):
-        pacer.answered(0.001)
+        pacer.answered(LATE_S, 2000.0)
     assert gap_of_one(pacer) == 1 / 2000
+
+
+def test_answers_that_are_late_now_and_then_change_nothing() -> None:
+    pacer, rng = StreamPacer(2000.0), random.Random(1)
+    slow = [2 * LATE_S if rng.random() < 0.15 else 0.005 for _ in range(2000)]
+    rates: list[float] = []
+    for took_s in slow:
+        pacer.answered(took_s, 2000.0)
+        rates.append(1 / gap_of_one(pacer))
+    assert sum(rate > 1500 for rate in rates) > 0.98 * len(rates)
+
+
+def test_the_most_may_change_while_it_runs() -> None:
+    pacer = StreamPacer(2000.0)
+    pacer.answered(0.001, 500.0)
+    assert gap_of_one(pacer) == 1 / 500  # three more replicas came
+    for _ in range(100):
+        pacer.answered(0.001, 1000.0)
+    assert gap_of_one(pacer) == 1 / 1000
 
 
 @pytest.mark.parametrize("took_s", [0.0, 10.0])
 def test_an_operator_s_own_number_is_the_most_and_none_can_be_asked_for(took_s: float) -> None:
     little, endless = StreamPacer(10.0), StreamPacer(math.inf)
     for _ in range(50):
-        little.answered(took_s)
-        endless.answered(took_s)
+        little.answered(took_s, 10.0)
+        endless.answered(took_s, math.inf)
     assert gap_of_one(little) == 0.1
     assert gap_of_one(endless) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("fleet", "has_haproxy", "is_optimized", "expected"),
+    ("sharers", "has_haproxy", "is_optimized", "expected"),
     [
-        (Fleet(4, 4), False, False, PROXY_CHUNKS_PER_S / 4),  # one Python proxy for all of them
-        (Fleet(4, 4), False, True, PROXY_CHUNKS_PER_S / 4),
-        (Fleet(4, 4), True, False, FRONT_CHUNKS_PER_S),
-        (Fleet(4, 4), True, True, FAST_FRONT_CHUNKS_PER_S),
-        (Fleet(1, 2), True, True, FAST_FRONT_CHUNKS_PER_S / 2),
-        (Fleet(1, 1), False, False, min(PROXY_CHUNKS_PER_S, FRONT_CHUNKS_PER_S)),
+        (Sharers(4, 4), False, False, PROXY_CHUNKS_PER_S / 4),  # one Python proxy for all of them
+        (Sharers(4, 4), False, True, PROXY_CHUNKS_PER_S / 4),
+        (Sharers(4, 4), True, False, FRONT_CHUNKS_PER_S),
+        (Sharers(4, 4), True, True, FAST_FRONT_CHUNKS_PER_S),
+        (Sharers(1, 2), True, True, FAST_FRONT_CHUNKS_PER_S / 2),
+        (Sharers(4, 1), True, True, REPLICA_CHUNKS_PER_S),
+        (Sharers(1, 0), True, False, FRONT_CHUNKS_PER_S),
+        (Sharers(1, 1), False, False, min(PROXY_CHUNKS_PER_S, FRONT_CHUNKS_PER_S)),
     ],
 )
 def test_a_replica_s_share_is_of_what_is_full_first(
-    fleet: Fleet, has_haproxy: bool, is_optimized: bool, expected: float
+    sharers: Sharers, has_haproxy: bool, is_optimized: bool, expected: float
 ) -> None:
-    usual = usual_chunks_per_s(fleet, has_haproxy=has_haproxy, is_throughput_optimized=is_optimized)
+    usual = usual_chunks_per_s(sharers, has_haproxy=has_haproxy, is_throughput_optimized=is_optimized)
     assert usual == expected
