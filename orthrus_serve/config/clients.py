@@ -3,7 +3,9 @@
 Leaves out the decisions (`policy/admission.py`, `policy/key_limits.py`) and reading a file of keys (`api_keys.py`).
 """
 
+import math
 import re
+from collections.abc import Callable
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -39,6 +41,10 @@ class StreamSpec(Section):
 
     chunks_per_s: float | None = Field(default=None, gt=0)
     is_bounded: bool = True
+
+    def most_per_s(self, usual: Callable[[], float]) -> float:
+        """What it comes to, with `usual` where nothing is said; infinity without a bound."""
+        return (self.chunks_per_s or usual()) if self.is_bounded else math.inf
 
 
 class KeyLimitSpec(Section):

@@ -11,7 +11,7 @@ Leaves out the waiting itself, and that the end of a stream waits for nothing ei
 import contextlib
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 # What each passes on in a second without being full: a node's Python proxy, a Front without and with Ray's throughput switch,
@@ -51,12 +51,13 @@ def usual_chunks_per_s(sharers: Sharers, *, has_haproxy: bool, is_throughput_opt
 class StreamPacer:
     """The same gap for every stream: as many as are sending, over the chunks per second that there are for all.
 
-    That rate falls while Fronts answer late, and rises again, up to `most_per_s`, while they answer in time.
+    That rate falls while Fronts answer late, and rises again, up to the most, while they answer in time.
     """
 
-    def __init__(self, most_per_s: float) -> None:
-        """Infinity lets every token go at once, whatever becomes of it."""
-        self._per_s = most_per_s
+    def __init__(self, most_per_s: Callable[[], float]) -> None:
+        """`most_per_s` may change with time. Infinity lets every token go at once, whatever becomes of it."""
+        self._most_per_s = most_per_s
+        self._per_s = most_per_s()
         self._took_s: deque[float] = deque(maxlen=NUM_LATE)
         self.num_sending = 0
 
@@ -65,16 +66,12 @@ class StreamPacer:
         """Between two chunks of a stream, at least."""
         return self.num_sending / self._per_s
 
-    def answered(self, took_s: float, most_per_s: float) -> None:
-        """The Fronts answered a message after so long: chunks wait there, or in this process, behind what it waited for.
-
-        Args:
-            most_per_s: the most chunks per second as of now.
-        """
+    def answered(self, took_s: float) -> None:
+        """The Fronts answered a message after so long: chunks wait there, or in this process, behind what it waited for."""
         self._took_s.append(took_s)
         is_late = len(self._took_s) == NUM_LATE and min(self._took_s) > LATE_S
         wanted = self._per_s * (SLOWER if is_late else FASTER)
-        self._per_s = min(most_per_s, max(LEAST_CHUNKS_PER_S, wanted))
+        self._per_s = min(self._most_per_s(), max(LEAST_CHUNKS_PER_S, wanted))
 
     @contextlib.contextmanager
     def stream(self) -> Generator["Sending"]:
@@ -101,4 +98,4 @@ class Sending:
         return self._pacer.gap_s
 
 
-UNPACED = StreamPacer(math.inf)
+UNPACED = StreamPacer(lambda: math.inf)

@@ -8,7 +8,6 @@ made (`orthrus_serve.engine`, imported only here and only when a replica starts)
 import asyncio
 import contextlib
 import contextvars
-import math
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -185,8 +184,7 @@ class EngineReplica:
         self._report: dict[str, Any] = {}
         self._settings: dict[str, Any] = {"applied": {}, "refused": None}
         self._args = args
-        self._others = others
-        self._pacer = StreamPacer(self._most_chunks_per_s())
+        self._pacer = StreamPacer(partial(args.streams.most_per_s, partial(ray_compat.usual_chunks_per_s, others)))
         self._totals = TopologyTotals(args.topology)
         self._registry = CollectorRegistry()
         adapters = (*args.adapters, *args.generate_adapters)
@@ -197,7 +195,7 @@ class EngineReplica:
         self._pulse = CorePulse(self._running.engine.channel.remaining, limits)
         self._calls = OpenCalls()
         tell = ray_compat.tell_fronts(TOLD_WITHIN_S)
-        self._sender = ReportSender(self._own_report, tell, answered=self._see_answer)
+        self._sender = ReportSender(self._own_report, tell, answered=self._pacer.answered)
         running = (
             self._watch_core(),
             self._sender.run(),
@@ -211,15 +209,6 @@ class EngineReplica:
 
     def _own_report(self) -> ReplicaReport:
         return ReplicaReport(self._replica_id, self._calls.by_front(), done_by(self._report.get("totals", {})))
-
-    def _most_chunks_per_s(self) -> float:
-        spec = self._args.streams
-        if not spec.is_bounded:
-            return math.inf
-        return spec.chunks_per_s or ray_compat.usual_chunks_per_s(self._others.num_fronts, self._others.num_replicas)
-
-    def _see_answer(self, took_s: float) -> None:
-        self._pacer.answered(took_s, self._most_chunks_per_s())
 
     def _told_report(self) -> dict[str, Any]:
         return self._report and {**self._report, "stream_gap_s": self._pacer.gap_s}

@@ -10,6 +10,7 @@ import functools
 import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -154,12 +155,12 @@ def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
     return tell
 
 
-def usual_chunks_per_s(num_fronts: int, num_in_other_arms: int) -> float:
-    """Inside an engine replica: `stream_pacing.usual_chunks_per_s` for the replicas that its deployment has now and those of
-    other arms, with the switches that Serve took from this process' environment."""
+def usual_chunks_per_s(others: Sharers) -> float:
+    """Inside an engine replica: `stream_pacing.usual_chunks_per_s` for the replicas that its deployment has now, with the
+    switches that Serve took from this process' environment. `others` are the Fronts, and the replicas of other deployments."""
     num_here = max(1, serve.get_replica_context().world_size or 1)
     return stream_pacing.usual_chunks_per_s(
-        Sharers(num_fronts, num_in_other_arms + num_here),
+        replace(others, num_replicas=others.num_replicas + num_here),
         has_haproxy=bool(RAY_SERVE_ENABLE_HA_PROXY),
         is_throughput_optimized=bool(RAY_SERVE_THROUGHPUT_OPTIMIZED),
     )

@@ -81,7 +81,7 @@ def telling(*parts: bytes, gap_s: float = 0.002, then: BaseException | None = No
 async def test_within_the_gap_of_a_stream_chunks_are_joined_and_none_is_lost() -> None:
     events = [b"data: %d\n\n" % number for number in range(100)]
     began_s = asyncio.get_running_loop().time()
-    items = [item async for item in run_app(telling(*events), REQUEST, pacer=StreamPacer(50.0))]
+    items = [item async for item in run_app(telling(*events), REQUEST, pacer=StreamPacer(lambda: 50.0))]
     took_s = asyncio.get_running_loop().time() - began_s
     assert items[:2] == [(200, SSE), events[0]]  # the first waits for nothing
     assert b"".join(items[1:]) == b"".join(events)  # pyright: ignore
@@ -92,7 +92,7 @@ async def test_within_the_gap_of_a_stream_chunks_are_joined_and_none_is_lost() -
 async def test_the_end_of_a_stream_does_not_wait_for_its_gap(then: BaseException | None) -> None:
     app = telling(b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n", then=then)
     async with asyncio.timeout(5):
-        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(SLOWEST))]
+        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(lambda: SLOWEST))]
     assert items[:3] == [(200, SSE), b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"]
     assert [b"event: error" in item for item in items[3:]] == [True] * (then is not None)
 
@@ -106,12 +106,12 @@ async def test_an_answer_that_is_no_stream_is_not_paced() -> None:
         await send(body(b""))
 
     async with asyncio.timeout(5):
-        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(SLOWEST))]
+        items = [item async for item in run_app(app, REQUEST, pacer=StreamPacer(lambda: SLOWEST))]
     assert items == [(200, JSON), *[b"1"] * 5]
 
 
 async def test_a_client_that_leaves_within_the_gap_leaves_nothing_behind() -> None:
-    pacer, heard = StreamPacer(SLOWEST), asyncio.Event()
+    pacer, heard = StreamPacer(lambda: SLOWEST), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
