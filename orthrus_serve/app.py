@@ -51,12 +51,13 @@ def compose(args: AppArgs, start: StartEngine, replica_wait_s: float = REPLICA_W
     """`build`, with the function that starts an engine, and the wait for a first replica, as arguments."""
     check_ray()
     engines: dict[str, Any] = {}
+    fronts = num_fronts(args)
     for arm, of_arm in args.by_arm.items():
         topology = topology_of(of_arm, pool_name=engine_deployment(arm))
         deployment = _engine_deployment(of_arm, topology, {"replica_wait_s": replica_wait_s})
-        others = Sharers(num_fronts(args), args.most_replicas - of_arm.most_replicas)
+        others = Sharers(fronts, args.most_replicas - of_arm.most_replicas)
         engines[arm] = deployment.bind(of_arm, start, others)
-    return _front_deployment(args).bind(args, engines, num_fronts(args))
+    return _front_deployment(args).bind(args, engines, fronts)
 
 
 def _engine_deployment(args: AppArgs, topology: Topology, routing: dict[str, Any]) -> serve.Deployment:

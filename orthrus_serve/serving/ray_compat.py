@@ -113,8 +113,12 @@ def in_own_request_context(work: Coroutine[Any, Any, None]) -> "asyncio.Task[Non
 def place_among_replicas() -> Place:
     """Inside a replica, its place among those of its deployment, as Serve's controller ranks them; the same object as long as
     the place is the same."""
-    context = serve.get_replica_context()
-    return _place(getattr(context.rank, "rank", 0), max(1, context.world_size or 1))
+    return _place(getattr(serve.get_replica_context().rank, "rank", 0), _num_replicas_here())
+
+
+def _num_replicas_here() -> int:
+    """Inside a replica, how many its deployment has now."""
+    return max(1, serve.get_replica_context().world_size or 1)
 
 
 @functools.cache
@@ -158,9 +162,8 @@ def tell_fronts(timeout_s: float) -> Callable[[Any], Awaitable[float]]:
 def usual_chunks_per_s(others: Sharers) -> float:
     """Inside an engine replica: `stream_pacing.usual_chunks_per_s` for the replicas that its deployment has now, with the
     switches that Serve took from this process' environment. `others` are the Fronts, and the replicas of other deployments."""
-    num_here = max(1, serve.get_replica_context().world_size or 1)
     return stream_pacing.usual_chunks_per_s(
-        replace(others, num_replicas=others.num_replicas + num_here),
+        replace(others, num_replicas=others.num_replicas + _num_replicas_here()),
         has_haproxy=bool(RAY_SERVE_ENABLE_HA_PROXY),
         is_throughput_optimized=bool(RAY_SERVE_THROUGHPUT_OPTIMIZED),
     )

@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, str]] = {
     "HAProxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
     "both, as advised": haproxy.SWITCHES | {haproxy.BINARY_PATH: str(Path(sys.executable).with_name(haproxy.SCRIPT))},
 }
+MODULE = "tests.serve.http_path"
 NUM, TOKENS_PER_S = 2, 1_000_000
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "embed": ("/v1/embeddings", {"input": [[1] * 512]}),
@@ -106,6 +107,32 @@ def measure(num_clients: int, seconds: float) -> dict[str, Any]:
     return found
 
 
+def run_one(way: str, module: str, arguments: list[str]) -> Any:
+    """What a tool finds of one way, in a process of its own: Ray reads its switches when it is imported."""
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
+    command = [sys.executable, "-m", module, "--one", *arguments]
+    out = subprocess.run(command, env=usual | WAYS[way], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Prints a row as soon as it is there."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def write_rows(path: Path, module: str, rows: list[dict[str, Any]]) -> None:
+    """All rows of a tool, with what they were made by."""
+    about = {
+        "command": f"python -m {module} {' '.join(sys.argv[1:])}",
+        "python": platform.python_version(),
+        "ray": metadata.version("ray"),
+        "processors": os.cpu_count(),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
@@ -118,25 +145,14 @@ def main() -> int:
         sys.stdout.write(json.dumps(measure(options.clients, options.seconds)) + "\n")
         return 0
     rows: list[dict[str, Any]] = []
-    usual = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     for number in range(options.times):
-        for way, switches in WAYS.items():
+        for way in WAYS:
             load_average = os.getloadavg()[0]
-            command = [sys.executable, "-m", "tests.serve.http_path", "--one"]
-            command += ["--clients", str(options.clients), "--seconds", str(options.seconds)]
-            out = subprocess.run(command, env=usual | switches, check=True, stdout=subprocess.PIPE, text=True).stdout
-            rows.append({"way": way, "turn": number, "load_average": load_average, **json.loads(out.splitlines()[-1])})
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-            sys.stdout.flush()
+            found = run_one(way, MODULE, ["--clients", str(options.clients), "--seconds", str(options.seconds)])
+            rows.append({"way": way, "turn": number, "load_average": load_average, **found})
+            tell(rows[-1])
     if options.json:
-        about = {
-            "command": f"python -m tests.serve.http_path {' '.join(sys.argv[1:])}",
-            "python": platform.python_version(),
-            "ray": metadata.version("ray"),
-            "processors": os.cpu_count(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_rows(options.json, MODULE, rows)
     return 0
 
 

@@ -8,15 +8,11 @@ Front and replica share the cores.
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,9 @@ import aiohttp
 import psutil
 
 from orthrus_serve.config.schema import AppArgs
-from tests.serve.http_path import WAYS, kind_of, processor_times
+from tests.serve.http_path import WAYS, kind_of, processor_times, run_one, tell, write_rows
 
+MODULE = "tests.serve.stream_path"
 NUM_TOKENS = 100
 BOUNDS: dict[str, bool] = {"no bound": False, "usual": True}
 
@@ -121,26 +118,15 @@ def main() -> int:
         sys.stdout.write(json.dumps(measure(options)) + "\n")
         return 0
     rows: list[dict[str, Any]] = []
-    usual = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
-    turns: list[tuple[int, str]] = list(itertools.product(range(options.times), options.ways))
-    for turn, way in turns:
-        command = [sys.executable, "-m", "tests.serve.stream_path", "--one", "--gap", str(options.gap)]
-        command += ["--seconds", str(options.seconds), "--streams", *map(str, options.streams)]
-        command += ["--bounds", *options.bounds, *["--apart"] * options.apart]
-        out = subprocess.run(command, env=usual | WAYS[way], check=True, stdout=subprocess.PIPE, text=True).stdout
-        for row in json.loads(out.splitlines()[-1]):
-            rows.append({"way": way, "turn": turn, **row})
-            sys.stdout.write(json.dumps(rows[-1]) + "\n")
-            sys.stdout.flush()
+    arguments = ["--gap", str(options.gap), "--seconds", str(options.seconds), "--streams", *map(str, options.streams)]
+    arguments += ["--bounds", *options.bounds, *["--apart"] * options.apart]
+    for turn in range(options.times):
+        for way in options.ways:
+            for row in run_one(way, MODULE, arguments):
+                rows.append({"way": way, "turn": turn, **row})
+                tell(rows[-1])
     if options.json:
-        about = {
-            "command": f"python -m tests.serve.stream_path {' '.join(sys.argv[1:])}",
-            "python": platform.python_version(),
-            "ray": metadata.version("ray"),
-            "processors": os.cpu_count(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_rows(options.json, MODULE, rows)
     return 0
 
 
