@@ -89,6 +89,10 @@ def _add_live(verbs: Any) -> None:
         "--split", metavar="E:G", help="replicas of the first role to the second (1:3), for dedicated and disagg_pd"
     )
     switch.add_argument("--rule", help="the router's rule, if not the topology's own")
+    switch.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings",
+        help="live settings of the engines: min_share, embed_weight, max_wait_steps, target_tpot_ms, step_tokens",
+    )  # fmt: skip
     switch.add_argument("--arm", help="which arm, where the application has arms")
     switch.add_argument("--address", default=DEFAULT_ADDRESS, help=f"Ray's dashboard ({DEFAULT_ADDRESS})")
     switch.add_argument("--app", help="name of the application, where there are several")
@@ -203,7 +207,7 @@ def _switch(args: argparse.Namespace, _rest: list[str]) -> int:
     from orthrus_serve.ops.serve_api import ServeApi
     from orthrus_serve.ops.switch import switch
 
-    wanted = parse_wanted(args.topology, args.rule, args.split)
+    wanted = parse_wanted(args.topology, args.rule, args.split, args.settings)
     switch(wanted, ServeApi(args.address), print, app=args.app, arm=args.arm, base_url=args.base_url)
     return EXIT_OK
 

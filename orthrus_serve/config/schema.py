@@ -109,7 +109,8 @@ class EngineSpec(Section):
     """How one engine mixes kinds within a step.
 
     `min_share` is the smallest share of a step's budget that a kind with waiting work gets (0 to 0.5; policy `orthrus`), and
-    `max_wait_steps` the number of steps after which a kind whose oldest request still waits goes first.
+    `max_wait_steps` the number of steps after which a kind whose oldest request still waits goes first. `embed_weight` is what
+    an embedding token counts beside one of a generation's prompt where the two share a step in proportion (policy `orthrus`).
     `target_tpot_ms` bounds the time of steps that hold decodes, by a model of step times fitted as the engine runs; None lets
     every step be as large as vLLM's `max_num_batched_tokens`.
     `step_log` names a file to which each step's composition is appended as a JSON line; None writes none. `peak_tflops` is
@@ -118,6 +119,7 @@ class EngineSpec(Section):
     """
 
     min_share: float = Field(default=0.125, ge=0.0, le=0.5)
+    embed_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     max_wait_steps: int = Field(default=64, ge=1)
     target_tpot_ms: float | None = Field(default=None, gt=0)
     step_log: str | None = None
@@ -210,6 +212,7 @@ class LiveSpec(Section):
     topology: TopologyName | None = None
     policy: PolicyName | None = None
     min_share: float | None = Field(default=None, ge=0.0, le=0.5)
+    embed_weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     max_wait_steps: int | None = Field(default=None, ge=1)
     target_tpot_ms: float | None = Field(default=None, gt=0)
     step_tokens: int | None = Field(default=None, ge=1)

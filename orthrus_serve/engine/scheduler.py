@@ -263,6 +263,7 @@ class MixedSchedulerMixin(CoreChannelMixin):
                 free_slots=work.free_slots,
                 free_blocks=work.free_blocks,
                 min_share=self.live.min_share,
+                embed_weight=self.live.embed_weight,
                 ages=work.ages,
                 adapters=work.adapters,
             )

@@ -53,6 +53,7 @@ class LiveSettings:
     Attributes:
         policy: how kinds share a step.
         min_share: floor of each kind as a part of the budget (policy `orthrus`), 0 to 0.5.
+        embed_weight: what an embedding token counts beside one of a generation's prompt (policy `orthrus`).
         max_wait_steps: a kind whose oldest waiting request waited for more steps goes first (policy `orthrus`).
         target_tpot_ms: time target of steps that hold decodes; None holds nothing back.
         step_tokens: largest token budget; None is the engine's own.
@@ -61,6 +62,7 @@ class LiveSettings:
 
     policy: PolicyName = "orthrus"
     min_share: float = 0.125
+    embed_weight: float = 1.0
     max_wait_steps: int = 64
     target_tpot_ms: float | None = None
     step_tokens: int | None = None
@@ -99,6 +101,8 @@ def _problem(name: str, value: Any, max_step_tokens: int) -> str | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "min_share":
         return None if is_number and 0 <= value <= 0.5 else "a number from 0 to 0.5"
+    if name == "embed_weight":
+        return None if is_number and 0 < value < float("inf") else "a number above 0"
     if name == "target_tpot_ms":
         return None if is_number and 0 < value < float("inf") else "a number of milliseconds above 0, or null"
     is_whole = is_number and isinstance(value, int)
@@ -130,7 +134,12 @@ class EngineSettings:
         policy = PRESETS[args.topology].pool.policy
         card_share = None if args.embedder is None else engine.card_share or "remaining"
         live = LiveSettings(
-            policy, engine.min_share, engine.max_wait_steps, engine.target_tpot_ms, card_share=card_share
+            policy=policy,
+            min_share=engine.min_share,
+            embed_weight=engine.embed_weight,
+            max_wait_steps=engine.max_wait_steps,
+            target_tpot_ms=engine.target_tpot_ms,
+            card_share=card_share,
         )
         peak_flops = None if engine.peak_tflops is None else engine.peak_tflops * 1e12
         return cls(live, engine.step_log, peak_flops, adapters)

@@ -6,16 +6,18 @@ others go back as they came, since Serve removes what a new configuration leaves
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
+
+import yaml
 
 from orthrus_serve.config.arms import routing_problems
 from orthrus_serve.config.complaint import did_you_mean
 from orthrus_serve.config.embedder import switch_problem
-from orthrus_serve.config.load import FRONT, IMPORT_PATH, engine_deployment, parse_args
+from orthrus_serve.config.load import FRONT, IMPORT_PATH, engine_deployment, parse_args, parse_live
 from orthrus_serve.config.roles import ROLES, RoutingSpec
-from orthrus_serve.config.schema import AppArgs
+from orthrus_serve.config.schema import AppArgs, LiveSpec
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.ops.plan import topology_of
 from orthrus_serve.policy.roles import Split
@@ -40,21 +42,28 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a switch asks for. `rule` and `split` None: as the application's `args` and the topology have them."""
+    """What a switch asks for. `rule` and `split` None: as the application's `args` and the topology have them.
+
+    `engine` are live settings of the engines beside the policy; what is not named there stays.
+    """
 
     topology: TopologyName
     rule: RouterRule | None = None
     split: Split | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_wanted(topology: str, rule: str | None = None, split: str | None = None) -> Wanted:
+def parse_wanted(
+    topology: str, rule: str | None = None, split: str | None = None, settings: Sequence[str] = ()
+) -> Wanted:
     """What the command line asks for.
 
     Args:
         split: `1:3`, embedding to generating replicas; for topologies with roles only.
+        settings: `step_tokens=1024` and the like: what `LiveSpec` has beside the policy.
 
     Raises:
-        ConfigError: no such topology, rule or split.
+        ConfigError: no such topology, rule, split or setting.
     """
     name = _one_of(topology, "topology", get_args(TopologyName))
     if split is not None and not PRESETS[name].is_split:
@@ -65,6 +74,7 @@ def parse_wanted(topology: str, rule: str | None = None, split: str | None = Non
         topology=name,
         rule=None if rule is None else _one_of(rule, "rule", get_args(RouterRule)),
         split=None if split is None else _parse_split(split),
+        engine=_parse_settings(settings),
     )
 
 
@@ -131,7 +141,7 @@ def settled(wanted: Wanted, deployed: Deployed, num_engines: int) -> Wanted:
         raise ConfigError("\n".join(problems))
     ratio = deployed.args.routed(RoutingSpec(topology=wanted.topology)).ratio
     split = wanted.split or (Split(*ratio) if ratio else Split(1, num_engines - 1))
-    return Wanted(wanted.topology, wanted.rule, split)
+    return replace(wanted, split=split)
 
 
 def switched(details: Mapping[str, Any], name: str, wanted: Wanted, arm: str = "") -> dict[str, Any]:
@@ -145,7 +155,7 @@ def switched(details: Mapping[str, Any], name: str, wanted: Wanted, arm: str = "
     engine = _deployment(application, engine_deployment(arm))
     kept = {key: value for key, value in (engine.get("user_config") or {}).items() if key not in ("topology", "policy")}
     policy = PRESETS[wanted.topology].pool.policy
-    engine["user_config"] = {**kept, "topology": wanted.topology, "policy": policy}
+    engine["user_config"] = {**kept, **wanted.engine, "topology": wanted.topology, "policy": policy}
     front, told = _deployment(application, FRONT), live_spec(wanted).model_dump(exclude_none=True)
     if arm:
         before = front.get("user_config") or {}
@@ -208,17 +218,19 @@ def target(wanted: Wanted, deployed: Deployed) -> Topology:
     return topology_of(deployed.args, live_spec(wanted))
 
 
-def behind(page: Mapping[str, Any], topology: Topology, before: Mapping[str, Any]) -> list[str]:
-    """Who does not follow `topology` yet by the `/status` page, one sentence each; empty when all do.
+def behind(
+    page: Mapping[str, Any], topology: Topology, before: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Who does not follow `topology`, or engines' `settings`, yet by the `/status` page, one sentence each; empty when all do.
 
     `before` is the page before the change: Serve lists a replica no more while it hands it a new configuration, so there must
     be as many as there were.
     """
     front_has = {"topology": topology.name, "rule": topology.router_rule, **topology.ratios}
-    policy = topology.pools[0].policy
+    engine_has = {"policy": topology.pools[0].policy, **(settings or {})}
     lines = [_sentence("Front", front["front"], front) for front in page["fronts"] if not _has(front, front_has)]
     for engine in page["engines"]:
-        is_set = _has(engine, {"topology": topology.name}) and _has(engine.get("settings", {}), {"policy": policy})
+        is_set = _has(engine, {"topology": topology.name}) and _has(engine.get("settings", {}), engine_has)
         if not is_set:
             lines.append(_sentence("engine", engine["replica"], engine))
     if page["num_fronts_silent"]:
@@ -267,6 +279,23 @@ def _parse_split(text: str) -> Split:
             f"--split: must be two whole numbers above 0 such as 1:3, embedding to generating; got {text!r}"
         )
     return Split(int(parts[0]), int(parts[1]))
+
+
+def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: must be NAME=VALUE such as step_tokens=1024; got {setting!r}")
+        if name in ("topology", "policy"):
+            raise ConfigError(f"--set: {name} is what the topology says")
+        try:
+            told[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set: {setting!r} has no value that could be read") from None
+        if told[name] is None:
+            raise ConfigError(f"--set: {name} needs a value; to lift a limit, name one that is never reached")
+    return parse_live(told, ("--set",), LiveSpec).model_dump(exclude_none=True)
 
 
 def _is_ours(application: Mapping[str, Any]) -> bool:

@@ -147,4 +147,6 @@ def _budget(application: Application, topology: Topology) -> str:
     if any(pool.policy == "orthrus" for pool in topology.pools):
         share = args.engine.min_share if live.min_share is None else live.min_share
         budget += f"; each kind with waiting work gets at least {share:g} of it"
+        weight = args.engine.embed_weight if live.embed_weight is None else live.embed_weight
+        budget += "" if weight == 1 else f"; an embedding token counts as {weight:g} of a generation's prompt"
     return budget

@@ -64,9 +64,9 @@ def switch(
     topology = target(wanted, deployed)
     began_s = time.monotonic()
     api.deploy(switched(details, deployed.name, wanted, deployed.arm))
-    page = _until_followed(url, deployed.arm, topology, before, timeout_s)
+    page = _until_followed(url, deployed.arm, lambda page: behind(page, topology, before, wanted.engine), timeout_s)
     took_s = time.monotonic() - began_s
-    for line in report_lines(before, page, topology, deployed, took_s):
+    for line in report_lines(before, page, topology, deployed, took_s, wanted.engine):
         say(line)
     return took_s
 
@@ -92,7 +92,12 @@ def status_page(url: str, arm: str = "") -> dict[str, Any]:
 
 
 def report_lines(
-    before: Mapping[str, Any], page: Mapping[str, Any], topology: Topology, deployed: Deployed, took_s: float
+    before: Mapping[str, Any],
+    page: Mapping[str, Any],
+    topology: Topology,
+    deployed: Deployed,
+    took_s: float,
+    settings: Mapping[str, Any],
 ) -> list[str]:
     """What the user reads afterwards."""
     split = topology.split
@@ -108,6 +113,7 @@ def report_lines(
         f"policy       {topology.pools[0].policy}",
         f"router rule  {topology.router_rule}",
         f"roles        {roles}",
+        *([f"engines      {', '.join(f'{name}={value}' for name, value in settings.items())}"] if settings else []),
     ]
     if not page["engines"]:
         lines.append("note: no engine replica runs yet; those that start will follow")
@@ -120,13 +126,13 @@ def report_lines(
 
 
 def _until_followed(
-    url: str, arm: str, topology: Topology, before: Mapping[str, Any], timeout_s: float
+    url: str, arm: str, who_waits: Callable[[Mapping[str, Any]], list[str]], timeout_s: float
 ) -> dict[str, Any]:
     began_s = time.monotonic()
     not_refused_s = began_s  # when somebody was behind for another reason than a refusal, last
     while True:
         page, now_s = status_page(url, arm), time.monotonic()
-        waiting = behind(page, topology, before)
+        waiting = who_waits(page)
         if not waiting:
             return page
         if len(waiting) > len(refusals(page)):

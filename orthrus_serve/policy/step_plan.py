@@ -114,7 +114,9 @@ class StepPlan:
     ages: Ages = Ages()
 
 
-def split_budget(budget: int, demand: tuple[int, int], min_shares: tuple[float, float]) -> tuple[int, int]:
+def split_budget(
+    budget: int, demand: tuple[int, int], min_shares: tuple[float, float], embed_weight: float = 1.0
+) -> tuple[int, int]:
     """Shares `budget` tokens between two lanes in proportion to what each has left, with a floor for each.
 
     A pure proportion, taken anew each step, gives a short prompt beside a long backlog a fixed *fraction* of what it has
@@ -125,13 +127,15 @@ def split_budget(budget: int, demand: tuple[int, int], min_shares: tuple[float, 
         budget: tokens to share, at least 0.
         demand: tokens that each lane could compute in this step.
         min_shares: floor of each lane as a part of the budget, each 0 to 0.5.
+        embed_weight: how many tokens of a generation's prompt one embedding token counts as in the proportion.
     """
     generate, embed = demand
     if generate + embed <= budget:
         return demand
     least = 1 if budget >= 2 else 0
     floor = [min(d, max(int(budget * share), least)) for d, share in zip(demand, min_shares, strict=True)]
-    share = min(max(round(budget * generate / (generate + embed)), floor[0]), budget - floor[1])
+    proportion = generate / (generate + embed_weight * embed)
+    share = min(max(round(budget * proportion), floor[0]), budget - floor[1])
     share = min(share, generate)
     rest = min(budget - share, embed)
     return (budget - rest, rest)
@@ -156,6 +160,7 @@ def plan_step(
     free_slots: int,
     free_blocks: int,
     min_share: float,
+    embed_weight: float = 1.0,
     ages: Ages = Ages(),
     adapters: Adapters = Adapters(),
 ) -> StepPlan:
@@ -171,6 +176,7 @@ def plan_step(
         free_slots: requests that may still be admitted to the batch.
         free_blocks: KV blocks that are free.
         min_share: see `split_budget`; a lane that alone is overdue gets half of the budget instead.
+        embed_weight: see `split_budget`.
         ages: which lanes have waited too long. Together with the floor this bounds every wait (`docs/scheduling.md`).
         adapters: what the requests that run in this step use.
     """
@@ -180,7 +186,7 @@ def plan_step(
     startable = tuple(() if lane in blocked else _not_after(loads[lane], before, free_slots) for lane in LANES)
     demand = tuple(loads[lane].running_tokens + sum(a.tokens for a in startable[lane]) for lane in LANES)
     shares = [0.5 if ages.overdue == frozenset({lane}) else min_share for lane in LANES]
-    quota = split_budget(budget, (demand[0], demand[1]), (shares[0], shares[1]))
+    quota = split_budget(budget, (demand[0], demand[1]), (shares[0], shares[1]), embed_weight)
     admitted, left = _play_admission(quota, loads, startable, free_slots, free_blocks, ages, adapters)
     usable = [loads[lane].running_tokens + admitted[lane] for lane in LANES]
     result = [min(quota[lane], usable[lane]) for lane in LANES]

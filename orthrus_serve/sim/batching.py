@@ -40,6 +40,7 @@ class BatchSpec:
     step_tokens: int = 2048
     max_num_seqs: int = 256
     min_share: float = 0.125
+    embed_weight: float = 1.0
     max_wait_steps: int = 64
     target_tpot_s: float | None = None
     plans_ahead: bool = True
@@ -221,6 +222,7 @@ class BatchingEngine:
             free_slots=free_slots,
             free_blocks=ENOUGH_BLOCKS,
             min_share=self._spec.min_share,
+            embed_weight=self._spec.embed_weight,
             ages=ages,
         )
         return self._fill(list(plan.quota), budget - decodes, free_slots, ages, True)

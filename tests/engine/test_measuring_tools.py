@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 
 from loadgen.settings_file import parse_settings
+from orthrus_serve.ops.deployed_config import parse_wanted
 from tests.engine.harness import VOCAB_SIZE, Engine, make_tiny_model
 from tests.gpu.closed_loop import ClosedLoop, Load
 from tests.gpu.engines import copy_tokenizer
 from tests.gpu.fleet import totals_of
-from tests.gpu.fleet_arms import Scale, block_arms, coin_arms, hop_arms, model_flop_ratio, phase_arms, pool_arms
+from tests.gpu.fleet_arms import (
+    Scale,
+    block_arms,
+    coin_arms,
+    hop_arms,
+    model_flop_ratio,
+    named_arm,
+    phase_arms,
+    pool_arms,
+)
 from tests.gpu.hops import HopLoad, run_hops
 
 
@@ -72,6 +82,32 @@ def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
         parse_settings(arm.settings)  # loadgen takes them
     # Everything that compares the two topologies of the paper fits into the 25 minutes of a rented machine.
     assert sum(arm.takes_s for arm in [*every, *pool_arms(scale, pair, totals)]) < 25 * 60
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "engine"),
+    [
+        ("coin,share=0.9,clients=64,warm_s=6,window_s=15,stream=1/orthrus,embed_weight=4,target_tpot_ms=40", "ratio",
+         {"step_tokens": "2048", "embed_weight": "4", "target_tpot_ms": "40"}),
+        ("block,requests=600/unified_homo,step_tokens=4096", "block", {"step_tokens": "4096", "embed_weight": "1"}),
+        ("phases,requests=400,clients=256/hetero_fcfs", "phases", {"step_tokens": "2048", "embed_weight": "1"}),
+        ("hops,variant=query_only,clients=160,warm_s=15,window_s=40,passages=1000/stock,step_tokens=8192", "iter_retgen",
+         {"step_tokens": "8192"}),
+    ],
+)  # fmt: skip
+def test_a_named_arm_is_a_load_and_what_serves_it(text: str, kind: str, engine: dict[str, str]) -> None:
+    arm = named_arm(text)
+    assert (arm.settings["workload"]["kind"], arm.engine) == (kind, engine)
+    assert arm.settings["sampling"]["stream"] == ("stream=1" in text)
+    if arm.topology != "stock":
+        assert parse_wanted(arm.topology, settings=[f"{name}={value}" for name, value in engine.items()]).engine
+    parse_settings(arm.settings)  # loadgen takes them
+
+
+@pytest.mark.parametrize("text", ["coins/orthrus", "block,count=3/orthrus", "coin,share=0.5/orthrus"])
+def test_a_named_arm_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        named_arm(text)
 
 
 def test_model_flops_of_tokens_are_two_for_each_parameter() -> None:

@@ -6,6 +6,10 @@ server with `loadgen`; `down` stops it; `all` is the three in turn. A row per ar
 that has a row there is not run again, so every set-up needs a folder of its own. `--until S` starts no arm that would end later
 than S seconds from now. `--on-cpu` rehearses everything with the tiny model.
 
+`--arms` names the arms instead (`fleet_arms.named_arm`), with live settings of the engines, so that each policy is measured at
+its own best. With `--stock`, `up` also starts two stock vLLM servers on the card, one for each kind (`stock_pair.py`), for arms
+named so.
+
 With `--connector`, for `up` and `run` alike, the engines are started with NIXL between them, so that `disagg_pd` is one more
 topology of the same engines in the coin form.
 """
@@ -25,6 +29,7 @@ import yaml
 
 from orthrus_serve.ops import haproxy
 from orthrus_serve.ops.local_server import Paths, start, stop
+from tests.gpu import stock_pair
 from tests.gpu.engines import GRAPH_SIZES, copy_tokenizer, random_model, say
 from tests.gpu.fleet_arms import (
     Arm,
@@ -33,9 +38,11 @@ from tests.gpu.fleet_arms import (
     coin_arms,
     hop_arms,
     model_flop_ratio,
+    named_arm,
     phase_arms,
     pool_arms,
 )
+from tests.gpu.stock_pair import EMBED_URL, GENERATE_URL
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT, OUTPUT = 640, 150
@@ -48,6 +55,9 @@ PARAMETERS, PEAK_FLOPS = 7.24e9, 790e12  # Mistral-7B; an H200's measured bf16 m
 def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any]]) -> Iterator[Arm]:
     """The arms in the order of their worth. Lazily, since the pools' rates come from rows made before."""
     pair = ("dedicated", "orthrus")
+    if options.arms:
+        yield from map(named_arm, options.arms)
+        return
     for form in options.forms:
         match form:
             case "coin":
@@ -100,6 +110,10 @@ def serve_file(options: argparse.Namespace, folder: Path) -> Path:
         tiny = random_model(folder / "random", "mistral-7b-v0.1")
         copy_tokenizer(options.tokenizer, tiny.model)
         args["vllm"] |= {"load_format": "dummy", "cudagraph_capture_sizes": GRAPH_SIZES}
+        if options.kv_gib:
+            args["vllm"] |= {"kv_cache_memory_bytes": int(options.kv_gib * 2**30), "gpu_memory_utilization": 0.1}
+        if options.step_tokens:
+            args["vllm"]["max_num_batched_tokens"] = options.step_tokens
     args["model"] = {"name": "orthrus", "path": str(tiny.model)}
     args["adapters"] = {"orthrus-embed": {"path": str(tiny.adapter), "pooling": "last", "append_eos": False}}
     if options.connector:
@@ -109,11 +123,21 @@ def serve_file(options: argparse.Namespace, folder: Path) -> Path:
     return file
 
 
-def switch(topology: str, cards: int) -> float:
-    """Switches the running application; returns how long that took, in seconds."""
-    command = [sys.executable, "-m", "orthrus_serve.cli", "switch", topology]
-    if topology in ("dedicated", "disagg_pd"):
-        command += ["--split", f"1:{cards - 1}"]
+def model_of(file: Path) -> Path:
+    """The model folder that a Serve file names."""
+    return Path(yaml.safe_load(file.read_text())["applications"][0]["args"]["model"]["path"])
+
+
+def switch(arm: Arm, options: argparse.Namespace) -> float:
+    """Switches what the arm is for; returns how long that took, in seconds."""
+    if arm.topology == "stock":
+        stock_pair.set_step_tokens(options.folder / "stock", int(arm.engine["step_tokens"]))
+        return 0.0
+    command = [sys.executable, "-m", "orthrus_serve.cli", "switch", arm.topology]
+    if arm.topology in ("dedicated", "disagg_pd"):
+        command += ["--split", f"1:{options.cards - 1}"]
+    if arm.engine:
+        command += ["--set", *(f"{name}={value}" for name, value in arm.engine.items())]
     began_s = time.monotonic()
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -125,7 +149,7 @@ def load(arm: Arm, options: argparse.Namespace, out: Path, seed: int) -> dict[st
     """Runs loadgen for one arm; returns the row. Each arm needs a `seed` of its own: prompts of an earlier one are cached."""
     small = options.on_cpu
     settings = arm.settings | {
-        "target": {"base_url": URL, "metrics_urls": [f"{URL}/metrics"]},
+        "target": target_of(arm),
         "prompts": {
             "form": "random_ids",
             "vocabulary": 500 if small else 32000,
@@ -133,7 +157,7 @@ def load(arm: Arm, options: argparse.Namespace, out: Path, seed: int) -> dict[st
             "generate_tokens": 100 if small else PROMPT,
             "output_tokens": 20 if small else OUTPUT,
         },
-        "sampling": {"stream": options.stream},
+        "sampling": {"stream": options.stream} | arm.settings.get("sampling", {}),
         "processes": 1 if small else 8,
         "seed": seed,
     }
@@ -157,12 +181,21 @@ def load(arm: Arm, options: argparse.Namespace, out: Path, seed: int) -> dict[st
     return row
 
 
+def target_of(arm: Arm) -> dict[str, Any]:
+    """Where loadgen sends an arm's requests."""
+    if arm.topology != "stock":
+        return {"base_url": URL, "metrics_urls": [f"{URL}/metrics"]}
+    metrics = [f"{url}/metrics" for url in (GENERATE_URL, EMBED_URL)]
+    return {"embeddings_url": EMBED_URL, "generation_url": GENERATE_URL, "metrics_urls": metrics}
+
+
 def row_of(arm: Arm, report: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What matters of a report, flat. Latencies in seconds, of requests sent in the window."""
     row: dict[str, Any] = {
         "arm": arm.name,
         "topology": arm.topology,
         "cards": options.cards,
+        "engine": arm.engine,
         "embed_share_asked": arm.settings["workload"].get("embed_share"),
         "stages": [],
     }
@@ -230,8 +263,8 @@ def run(options: argparse.Namespace) -> int:
         arm_began_s = time.monotonic()
         row: dict[str, Any]
         try:
-            switched_s = switch(arm.topology, options.cards) if arm.topology != running else 0.0
-            running = arm.topology
+            switched_s = switch(arm, options) if (arm.topology, arm.engine) != running else 0.0
+            running = (arm.topology, arm.engine)
             # By what has run, also in earlier calls on this server: an arm that was left out must not give its seed to two.
             row = load(arm, options, options.out, 1000 * options.seed + len(rows)) | {
                 "switched_s": round(switched_s, 2)
@@ -256,6 +289,10 @@ def main() -> int:
     )
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--rows", type=Path, help="rows of an earlier run, for the pools' rates")
+    parser.add_argument("--arms", nargs="+", metavar="LOAD/SERVER", help="these arms, in place of --forms")
+    parser.add_argument("--stock", action="store_true", help="also start two stock vLLM servers on the card")
+    parser.add_argument("--kv-gib", type=float, help="KV memory of each engine, where several share the card")
+    parser.add_argument("--step-tokens", type=int, help="the largest step; --arms may set smaller ones live")
     parser.add_argument("--clients", type=int, default=128, help="per card, in closed loops")
     parser.add_argument("--stretch", type=float, default=1.0, help="factor on all durations")
     parser.add_argument("--until", type=float, default=1e9, metavar="S", help="start no arm that would end later")
@@ -281,11 +318,19 @@ def one_server(options: argparse.Namespace) -> int:
     paths = Paths(options.folder.resolve())
     if options.verb in ("up", "all"):
         paths.folder.mkdir(parents=True, exist_ok=True)
-        start(str(serve_file(options, paths.folder)), paths, lambda line: say({"server": line}))
+        file = serve_file(options, paths.folder)
+        if options.stock:  # beside our own start, as that takes as long
+            stock_pair.start(
+                model_of(file), paths.folder / "stock", kv_gib=options.kv_gib or 0.06, on_cpu=options.on_cpu
+            )
+        start(str(file), paths, lambda line: say({"server": line}))
+        if options.stock:
+            stock_pair.wait(paths.folder / "stock")
     try:
         return run(options) if options.verb in ("run", "all") else 0
     finally:
         if options.verb in ("down", "all"):
+            stock_pair.stop(paths.folder / "stock")
             stop(paths, lambda line: say({"server": line}))
 
 

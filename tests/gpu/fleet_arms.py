@@ -1,7 +1,7 @@
 """What `fleet.py` runs: one arm is a topology and a load. Pure: numbers in, arms out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SHARES = (0.9, 0.5, 0.1)
@@ -13,12 +13,14 @@ SESSIONS = 80  # Iter-RetGen, per card
 
 @dataclass(frozen=True)
 class Arm:
-    """One measurement. `takes_s` is what it is expected to take, everything included; `settings` are loadgen's."""
+    """One measurement. `takes_s` is what it is expected to take, everything included; `settings` are loadgen's, `engine` live
+    settings of the engines."""
 
     name: str
     topology: str
     takes_s: float
     settings: dict[str, Any]
+    engine: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Scale:
 def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> Iterator[Arm]:
     """Closed loop, each request by a coin. A window is three times the slowest request, after a warm-up of one."""
     for share in SHARES if times == 1 else (0.5,):
-        queued_s = scale.clients_in_all() * max(share / EMBED_PER_S, (1 - share) / GENERATE_PER_S / (scale.cards - 1))
+        generating = max(1, scale.cards - 1)
+        queued_s = scale.clients_in_all() * max(share / EMBED_PER_S, (1 - share) / GENERATE_PER_S / generating)
         slowest_s = max(SLOWEST_S[share], queued_s) * scale.stretch * times
         for topology in topologies:
             yield Arm(
@@ -132,6 +135,75 @@ def hop_arms(scale: Scale, topologies: tuple[str, ...], corpus: str | None) -> I
                     "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
                 },
             )
+
+
+def named_arm(text: str) -> Arm:
+    """An arm by its description: `FORM[,NAME=VALUE]…/TOPOLOGY[,SETTING=VALUE]…`, the load before the slash, the server after.
+
+    Forms, with what they take: `coin` (share, clients, warm_s, window_s), `block` (requests, of each kind), `phases` (requests
+    in each, clients), `hops` (variant, clients, warm_s, window_s, passages). With `stream=1` generations are streamed. Topology
+    `stock` is the pair of stock servers, and its one setting `step_tokens`.
+
+    Raises:
+        ValueError: there is no such form, or a value is missing or unknown.
+    """
+    load, _, server = text.partition("/")
+    (form, *values), (topology, *settings) = load.split(","), server.split(",")
+    given = dict(value.split("=", 1) for value in values)
+    stream = given.pop("stream", "0") == "1"
+    try:
+        workload, takes_s, timing = _FORMS[form](**given)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{text}: {error}") from error
+    # Settings stay where nobody names them, so every arm names those that another one may have changed.
+    usual = {} if topology == "stock" else {"step_tokens": "2048", "embed_weight": "1"}
+    # Nothing is waited for at the end of a window: what is open then counts as open, and is gone before the next arm.
+    return Arm(
+        text.replace("/", "--"),
+        topology,
+        takes_s,
+        {"workload": workload, "sampling": {"stream": stream}} | timing,
+        usual | dict(setting.split("=", 1) for setting in settings),
+    )
+
+
+_Load = tuple[dict[str, Any], float, dict[str, Any]]
+
+
+def _window(warm_s: str, window_s: str) -> tuple[float, dict[str, Any]]:
+    whole_s = float(warm_s) + float(window_s)
+    return whole_s + 7.0, {"warmup_s": float(warm_s), "stop": {"max_duration_s": whole_s, "drain_s": 0.5}}
+
+
+def _coin(share: str, clients: str, warm_s: str, window_s: str) -> _Load:
+    arrivals = {"kind": "closed", "clients": int(clients)}
+    return {"kind": "ratio", "embed_share": float(share), "arrivals": arrivals}, *_window(warm_s, window_s)
+
+
+def _block(requests: str) -> _Load:
+    count = int(requests)
+    return {"kind": "block", "num_generate": count, "num_embed": count}, count * (1 / 42 + 1 / 60) * 1.2 + 6.0, {}
+
+
+def _phases(requests: str, clients: str) -> _Load:
+    shape = {"embed_shares": [0.1, 0.5, 0.9], "requests_per_phase": int(requests), "clients": int(clients)}
+    return {"kind": "phases"} | shape, 3 * int(requests) / 35 + 6.0, {}
+
+
+def _hops(variant: str, clients: str, warm_s: str, window_s: str, passages: str) -> _Load:
+    workload = {
+        "kind": "iter_retgen",
+        "variant": variant,
+        "arrivals": {"kind": "closed", "clients": int(clients)},
+        "output_tokens": 300,
+        "max_passages": int(passages),
+        "index_cache": None,
+    }
+    takes_s, timing = _window(warm_s, window_s)
+    return workload, takes_s + 8.0 + int(passages) / 100, timing
+
+
+_FORMS = {"coin": _coin, "block": _block, "phases": _phases, "hops": _hops}
 
 
 def model_flop_ratio(tokens: float, seconds: float, cards: int, parameters: float, peak_flops: float) -> float:

@@ -301,6 +301,10 @@ def test_the_command_switches_real_engines_there_and_back_under_load(
                 assert by_role[("generate",)]["embed_tokens"] == 0 < by_role[("generate",)]["decode_tokens"]
             if topology == "unified_homo":
                 assert {engine["mixed_steps"] for engine in growth.values()} == {0}
+        assert main(["switch", "orthrus", "--set", "embed_weight=4", "step_tokens=48", *command]) == 0
+        assert "engines      embed_weight=4.0, step_tokens=48" in capsys.readouterr().out
+        applied = [engine["settings"] for engine in status_page(server.url)["engines"]]
+        assert {(one["embed_weight"], one["step_tokens"]) for one in applied} == {(4.0, 48)}
     refused_in_a_sentence(server, capsys)
 
 

@@ -31,6 +31,18 @@ def test_a_plan_shows_the_policy_that_user_config_asks_for(tmp_path, capsys):
     assert "policy       hetero_fcfs" in capsys.readouterr().out
 
 
+def test_a_plan_tells_of_a_weight_that_is_not_one(tmp_path, capsys):
+    text, words = (CONFIGS / "cpu.yaml").read_text(), "an embedding token counts as 4 of a generation's prompt"
+    file = tmp_path / "weight.yaml"
+    for deployments, is_told in (
+        ("", False),
+        ("    deployments: [{name: Engine, user_config: {embed_weight: 4}}]\n", True),
+    ):
+        file.write_text(text + deployments)
+        assert main(["plan", str(file)]) == 0
+        assert (words in capsys.readouterr().out) is is_told
+
+
 @pytest.mark.parametrize("verb", ["check", "plan"])
 def test_a_wrong_file_is_one_sentence_per_mistake_and_exit_code_2(verb, tmp_path, capsys):
     file = tmp_path / "wrong.yaml"

@@ -89,6 +89,17 @@ def test_switching_back_leaves_nothing_of_the_switch_behind():
     assert deployment(back, "Engine")["user_config"] == {"topology": "orthrus", "policy": "orthrus", "min_share": 0.2}
 
 
+def test_live_settings_of_the_engines_are_merged_with_those_that_stand():
+    wanted = parse_wanted("hetero_fcfs", settings=["min_share=0.3", "step_tokens=1024", "embed_weight=4"])
+    assert wanted.engine == {"min_share": 0.3, "step_tokens": 1024, "embed_weight": 4.0}
+    engine = deployment(switched(details(OURS), "ours", wanted), "Engine")
+    assert engine["user_config"] == {**wanted.engine, "topology": "hetero_fcfs", "policy": "hetero_fcfs"}
+    later = details({**OURS, "deployments": [engine]})
+    kept = deployment(switched(later, "ours", parse_wanted("orthrus", settings=["step_tokens=512"])), "Engine")
+    assert kept["user_config"] == {**wanted.engine, "step_tokens": 512, "topology": "orthrus", "policy": "orthrus"}
+    parse_live(kept["user_config"], (), LiveSpec)
+
+
 def test_an_application_without_a_list_of_deployments_gets_one():
     plain = {key: value for key, value in OURS.items() if key != "deployments"}
     config = switched(details(plain), "ours", Wanted("unified_homo"))
@@ -147,6 +158,17 @@ def test_an_application_that_cannot_be_switched_is_refused_in_a_sentence(found, 
         (("dedicated", None, "0:3"), "such as 1:3"),
         (("dedicated", None, "1:3:5"), "such as 1:3"),
         (("dedicated", None, "-1:3"), "such as 1:3"),
+        (("orthrus", None, None, ["min_share"]), "--set: must be NAME=VALUE such as step_tokens=1024; got 'min_share'"),
+        (("orthrus", None, None, ["min_shar=0.1"]), "--set.min_shar: unknown key; did you mean 'min_share'?"),
+        (("orthrus", None, None, ["min_share=0.7"]), "--set.min_share: must be at most 0.5, got the number 0.7"),
+        (("orthrus", None, None, ["embed_weight=0"]), "--set.embed_weight: must be more than 0, got the number 0"),
+        (
+            ("orthrus", None, None, ["step_tokens=many"]),
+            "--set.step_tokens: must be a whole number, got the text 'many'",
+        ),
+        (("orthrus", None, None, ["step_tokens=["]), "--set: 'step_tokens=[' has no value that could be read"),
+        (("orthrus", None, None, ["target_tpot_ms="]), "--set: target_tpot_ms needs a value"),
+        (("orthrus", None, None, ["policy=hetero_fcfs"]), "--set: policy is what the topology says"),
     ],
 )
 def test_a_wish_that_cannot_be_is_refused_in_a_sentence(given, reason):
@@ -222,6 +244,15 @@ def test_a_replica_that_serve_does_not_list_right_now_is_waited_for():
 def test_whoever_does_not_follow_is_named(changes, expected):
     topology = target(Wanted("dedicated", split=Split(1, 3)), find_application(details(OURS)))
     assert behind(page(**changes), topology, page()) == expected
+
+
+def test_an_engine_follows_once_it_has_the_settings_asked_for():
+    topology = target(Wanted("dedicated", split=Split(1, 3)), find_application(details(OURS)))
+    has = {"policy": "hetero_fcfs", "step_tokens": 1024}
+    assert behind(page(engine={"settings": has}), topology, page(), {"step_tokens": 1024}) == []
+    assert behind(page(engine={"settings": has}), topology, page(), {"step_tokens": 512}) == [
+        "engine e has not followed"
+    ]
 
 
 def test_refusals_name_who_and_why():

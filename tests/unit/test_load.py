@@ -99,7 +99,7 @@ def test_an_unknown_key_is_named_at_every_level(path, value, expected):
 
 def test_a_far_fetched_key_is_answered_with_the_keys_that_exist():
     assert (
-        "unknown key; known here: card_share, max_wait_steps, min_share, peak_tflops, step_log, target_tpot_ms"
+        "unknown key; known here: card_share, embed_weight, max_wait_steps, min_share, peak_tflops, step_log, target_tpot_ms"
         in complaint_about(file_with(((*ARG, "engine"), {"zzz": 1})))
     )
 

@@ -19,6 +19,7 @@ from orthrus_serve.policy.step_plan import (
 budgets = st.integers(0, 4096)
 counts = st.integers(0, 10_000)
 shares = st.floats(0, 0.5)
+weights = st.floats(0, 1e300, exclude_min=True)
 heads = st.builds(
     Admissible,
     tokens=st.integers(1, 900),
@@ -34,24 +35,40 @@ def load(*waiting_tokens: int, running: int = 0) -> LaneLoad:
     return LaneLoad(running, tuple(Admissible(t, 1) for t in waiting_tokens))
 
 
-@given(budgets, counts, counts, shares)
+@given(budgets, counts, counts, shares, weights)
 def test_split_never_exceeds_budget_or_demand_and_wastes_nothing(
-    budget: int, generate: int, embed: int, share: float
+    budget: int, generate: int, embed: int, share: float, weight: float
 ) -> None:
-    quota = split_budget(budget, (generate, embed), (share, share))
+    quota = split_budget(budget, (generate, embed), (share, share), weight)
     assert all(0 <= q <= d for q, d in zip(quota, (generate, embed), strict=True))
     assert sum(quota) == min(budget, generate + embed)
 
 
-@given(st.integers(2, 4096), counts, counts, shares)
-def test_split_gives_every_lane_with_work_its_floor(budget: int, generate: int, embed: int, share: float) -> None:
-    quota = split_budget(budget, (generate, embed), (share, share))
+@given(st.integers(2, 4096), counts, counts, shares, weights)
+def test_split_gives_every_lane_with_work_its_floor(
+    budget: int, generate: int, embed: int, share: float, weight: float
+) -> None:
+    quota = split_budget(budget, (generate, embed), (share, share), weight)
     for q, d in zip(quota, (generate, embed), strict=True):
         assert q >= min(d, max(1, int(budget * share)))
 
 
 def test_split_is_proportional_between_the_floors() -> None:
     assert split_budget(100, (300, 700), (0.125, 0.125)) == (30, 70)
+
+
+def test_a_weight_counts_each_embedding_token_so_many_times() -> None:
+    assert split_budget(100, (400, 400), (0.125, 0.125), 3.0) == (25, 75)
+    assert split_budget(100, (400, 400), (0.125, 0.125), 1 / 3) == (75, 25)
+    assert split_budget(100, (400, 400), (0.125, 0.125), 1e300) == (12, 88)  # the floor holds against any weight
+
+
+@given(budgets, counts, counts, shares, weights, weights)
+def test_a_larger_weight_never_gives_embeddings_less(
+    budget: int, generate: int, embed: int, share: float, one: float, other: float
+) -> None:
+    less, more = (split_budget(budget, (generate, embed), (share, share), w)[1] for w in sorted((one, other)))
+    assert less <= more
 
 
 def test_a_short_prompt_beside_a_long_backlog_needs_one_step_with_the_floor() -> None:
@@ -66,20 +83,24 @@ def test_a_short_prompt_without_a_floor_is_prefilled_by_ever_smaller_bits() -> N
     assert steps > 10
 
 
-@given(st.integers(0, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares)
+@given(st.integers(0, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares, weights)
 def test_plan_stays_within_budget(
-    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
+    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float, weight: float
 ) -> None:
-    plan = plan_step(budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share)
+    plan = plan_step(
+        budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share, embed_weight=weight
+    )
     assert sum(plan.quota) <= budget
     assert min(plan.quota) >= 0
 
 
-@given(st.integers(1, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares)
+@given(st.integers(1, 2048), loads, loads, st.integers(0, 12), st.integers(0, 200), shares, weights)
 def test_plan_never_leaves_running_work_idle_while_budget_is_left(
-    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float
+    budget: int, generate: LaneLoad, embed: LaneLoad, slots: int, blocks: int, share: float, weight: float
 ) -> None:
-    quota = plan_step(budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share).quota
+    quota = plan_step(
+        budget, (generate, embed), free_slots=slots, free_blocks=blocks, min_share=share, embed_weight=weight
+    ).quota
     if sum(quota) < budget:
         assert quota[0] >= generate.running_tokens
         assert quota[1] >= embed.running_tokens
