@@ -206,7 +206,7 @@ class BatchingEngine:
         for prompt in self._prompts:
             running[prompt.job.lane] += prompt.left
         if self._spec.policy == "unified_homo":
-            work = [bool(running[lane] or self._lines[lane]) for lane in LANES]
+            work = [bool(running[lane] or (free_slots > 0 and self._lines[lane])) for lane in LANES]
             work[Lane.GENERATE] = work[Lane.GENERATE] or decodes > 0
             self._last_lane, plan = plan_alternating(self._last_lane, (work[0], work[1]), budget)
             has_decodes = self._last_lane is Lane.GENERATE
