@@ -39,11 +39,16 @@ class BlockResult:
 
 def run_block(spec: BatchSpec, num_each: int) -> BlockResult:
     """`num_each` generations and then as many embeddings, all at time 0."""
-    agenda, ends = Agenda(), dict[RequestKind, list[float]](generate=[], embed=[])
+    agenda = Agenda()
+    ends: dict[RequestKind, list[float]] = {"generate": [], "embed": []}
     engine = BatchingEngine(agenda, spec, lambda job: ends[job.arrival.kind].append(agenda.now_s))
-    for kind, output in (("generate", OUTPUT_TOKENS), ("embed", 0)):
+    generation, embedding = (
+        Arrival(0.0, "generate", PROMPT_TOKENS, OUTPUT_TOKENS),
+        Arrival(0.0, "embed", PROMPT_TOKENS, 0),
+    )
+    for arrival in (generation, embedding):
         for number in range(num_each):
-            engine.add(Job(f"{kind}-{number}", Arrival(0.0, kind, PROMPT_TOKENS, output)))
+            engine.add(Job(f"{arrival.kind}-{number}", arrival))
     agenda.run(lambda: len(ends["generate"]) + len(ends["embed"]) == 2 * num_each)
     embed, generate = ends["embed"], ends["generate"]
     return BlockResult(
