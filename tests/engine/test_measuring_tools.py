@@ -76,7 +76,7 @@ def test_arms_of_a_fleet_offer_the_ratio_that_they_are_named_after() -> None:
         assert sum(rates.values()) == pytest.approx(90.0)
         assert rates["embed"] / 90.0 == pytest.approx(float(arm.name.split("-")[1]))
     every = [*coins, *block_arms(scale, pair), *phase_arms(scale, pair)]
-    hops = list(hop_arms(scale, pair, None))
+    hops = list(hop_arms(scale, pair))
     assert len({arm.name for arm in [*every, *hops]}) == len(every) + len(hops)
     for arm in [*every, *hops]:
         parse_settings(arm.settings)  # loadgen takes them

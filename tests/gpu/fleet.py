@@ -69,8 +69,7 @@ def all_arms(options: argparse.Namespace, scale: Scale, rows: list[dict[str, Any
             case "phases":
                 yield from phase_arms(scale, pair)
             case "hops":
-                corpus = str(options.corpus) if options.corpus else None
-                yield from hop_arms(scale, (*pair, "unified_homo"), corpus)
+                yield from hop_arms(scale, (*pair, "unified_homo"))
             case "topologies":
                 yield from coin_arms(scale, ("unified_homo", "hetero_fcfs"))
             case "policies":  # twice the clients, so that steps are full
@@ -161,6 +160,8 @@ def load(arm: Arm, options: argparse.Namespace, out: Path, seed: int) -> dict[st
         "processes": 1 if small else 8,
         "seed": seed,
     }
+    if options.corpus and arm.settings["workload"]["kind"] == "iter_retgen":
+        settings["workload"] = arm.settings["workload"] | {"corpus": str(options.corpus)}
     folder = out / arm.name
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.yaml"
@@ -319,13 +320,13 @@ def one_server(options: argparse.Namespace) -> int:
     if options.verb in ("up", "all"):
         paths.folder.mkdir(parents=True, exist_ok=True)
         file = serve_file(options, paths.folder)
+        beside = paths.folder / "stock"
+        started: dict[str, subprocess.Popen[bytes]] = {}
         if options.stock:  # beside our own start, as that takes as long
-            stock_pair.start(
-                model_of(file), paths.folder / "stock", kv_gib=options.kv_gib or 0.06, on_cpu=options.on_cpu
-            )
+            kv_gib = options.kv_gib or 0.06
+            started = stock_pair.start(model_of(file), beside, kv_gib=kv_gib, on_cpu=options.on_cpu)
         start(str(file), paths, lambda line: say({"server": line}))
-        if options.stock:
-            stock_pair.wait(paths.folder / "stock")
+        stock_pair.wait(started, beside)
     try:
         return run(options) if options.verb in ("run", "all") else 0
     finally:

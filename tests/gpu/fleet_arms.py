@@ -37,6 +37,34 @@ class Scale:
         return self.cards * self.clients * times
 
 
+def ratio_load(embed_share: float, clients: int) -> dict[str, Any]:
+    """Closed loop, each request by a coin."""
+    return {"kind": "ratio", "embed_share": embed_share, "arrivals": {"kind": "closed", "clients": clients}}
+
+
+def block_load(count: int) -> dict[str, Any]:
+    """So many generations, then at once as many embeddings."""
+    return {"kind": "block", "num_generate": count, "num_embed": count}
+
+
+def phases_load(requests: int, clients: int) -> dict[str, Any]:
+    """10, 50, 90 % embeddings, so many requests each."""
+    shape = {"requests_per_phase": requests, "clients": clients}
+    return {"kind": "phases", "embed_shares": [0.1, 0.5, 0.9], **shape}
+
+
+def hops_load(variant: str, clients: int, passages: int) -> dict[str, Any]:
+    """Iter-RetGen in its short form: 2 to 5 hops, 1 to 10 documents, 300 tokens an answer."""
+    return {
+        "kind": "iter_retgen",
+        "variant": variant,
+        "arrivals": {"kind": "closed", "clients": clients},
+        "output_tokens": 300,
+        "max_passages": passages,
+        "index_cache": None,
+    }
+
+
 def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> Iterator[Arm]:
     """Closed loop, each request by a coin. A window is three times the slowest request, after a warm-up of one."""
     for share in SHARES if times == 1 else (0.5,):
@@ -49,11 +77,7 @@ def coin_arms(scale: Scale, topologies: tuple[str, ...], *, times: int = 1) -> I
                 topology,
                 5.2 * slowest_s + 6.0,
                 {
-                    "workload": {
-                        "kind": "ratio",
-                        "embed_share": share,
-                        "arrivals": {"kind": "closed", "clients": scale.clients_in_all(times)},
-                    },
+                    "workload": ratio_load(share, scale.clients_in_all(times)),
                     "warmup_s": slowest_s,
                     "stop": {"max_duration_s": 4 * slowest_s, "drain_s": 2 * slowest_s},
                 },
@@ -88,7 +112,7 @@ def block_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
             f"block-{topology}",
             topology,
             scale.block * (1 / 42 + 1 / 60) * (1.2 if topology == "dedicated" else 1 / scale.cards) + 6.0,
-            {"workload": {"kind": "block", "num_generate": scale.block, "num_embed": scale.block}},
+            {"workload": block_load(scale.block)},
         )
 
 
@@ -99,38 +123,21 @@ def phase_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
             f"phases-{topology}",
             topology,
             3 * scale.phase / (25 * scale.cards if topology == "dedicated" else 40 * scale.cards) + 6.0,
-            {
-                "workload": {
-                    "kind": "phases",
-                    "embed_shares": [0.1, 0.5, 0.9],
-                    "requests_per_phase": scale.phase,
-                    "clients": scale.clients_in_all(),
-                }
-            },
+            {"workload": phases_load(scale.phase, scale.clients_in_all())},
         )
 
 
-def hop_arms(scale: Scale, topologies: tuple[str, ...], corpus: str | None) -> Iterator[Arm]:
-    """Iter-RetGen in its short form, both variants: 2 to 5 hops, 1 to 10 documents, 300 tokens an answer."""
+def hop_arms(scale: Scale, topologies: tuple[str, ...]) -> Iterator[Arm]:
+    """Iter-RetGen in its short form, both variants."""
     warm_s, window_s, drain_s = 20.0 * scale.stretch, 45.0 * scale.stretch, 20.0 * scale.stretch
     for variant in ("query_and_documents", "query_only"):
         for topology in topologies:
-            workload = {
-                "kind": "iter_retgen",
-                "variant": variant,
-                "arrivals": {"kind": "closed", "clients": max(2, scale.cards * SESSIONS * scale.clients // 128)},
-                "output_tokens": 300,
-                "max_passages": 400,
-                "index_cache": None,
-            }
-            if corpus is not None:
-                workload["corpus"] = corpus
             yield Arm(
                 f"hops-{variant}-{topology}",
                 topology,
                 warm_s + window_s + drain_s + 15.0,
                 {
-                    "workload": workload,
+                    "workload": hops_load(variant, max(2, scale.cards * SESSIONS * scale.clients // 128), 400),
                     "warmup_s": warm_s,
                     "stop": {"max_duration_s": warm_s + window_s, "drain_s": drain_s},
                 },
@@ -167,6 +174,7 @@ def named_arm(text: str) -> Arm:
     )
 
 
+# Workload, what the arm is expected to take in seconds, and when to begin and end.
 _Load = tuple[dict[str, Any], float, dict[str, Any]]
 
 
@@ -176,31 +184,21 @@ def _window(warm_s: str, window_s: str) -> tuple[float, dict[str, Any]]:
 
 
 def _coin(share: str, clients: str, warm_s: str, window_s: str) -> _Load:
-    arrivals = {"kind": "closed", "clients": int(clients)}
-    return {"kind": "ratio", "embed_share": float(share), "arrivals": arrivals}, *_window(warm_s, window_s)
+    return ratio_load(float(share), int(clients)), *_window(warm_s, window_s)
 
 
 def _block(requests: str) -> _Load:
     count = int(requests)
-    return {"kind": "block", "num_generate": count, "num_embed": count}, count * (1 / 42 + 1 / 60) * 1.2 + 6.0, {}
+    return block_load(count), count * (1 / 42 + 1 / 60) * 1.2 + 6.0, {}
 
 
 def _phases(requests: str, clients: str) -> _Load:
-    shape = {"embed_shares": [0.1, 0.5, 0.9], "requests_per_phase": int(requests), "clients": int(clients)}
-    return {"kind": "phases"} | shape, 3 * int(requests) / 35 + 6.0, {}
+    return phases_load(int(requests), int(clients)), 3 * int(requests) / 35 + 6.0, {}
 
 
 def _hops(variant: str, clients: str, warm_s: str, window_s: str, passages: str) -> _Load:
-    workload = {
-        "kind": "iter_retgen",
-        "variant": variant,
-        "arrivals": {"kind": "closed", "clients": int(clients)},
-        "output_tokens": 300,
-        "max_passages": int(passages),
-        "index_cache": None,
-    }
     takes_s, timing = _window(warm_s, window_s)
-    return workload, takes_s + 8.0 + int(passages) / 100, timing
+    return hops_load(variant, int(clients), int(passages)), takes_s + 8.0 + int(passages) / 100, timing
 
 
 _FORMS = {"coin": _coin, "block": _block, "phases": _phases, "hops": _hops}

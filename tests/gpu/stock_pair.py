@@ -12,16 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from orthrus_serve.ops.local_server import is_healthy
 from tests.gpu.engines import GRAPH_SIZES
 
 REPOSITORY = Path(__file__).parents[2]
 GENERATE_PORT, EMBED_PORT = 8101, 8102
 GENERATE_URL, EMBED_URL = (f"http://127.0.0.1:{port}" for port in (GENERATE_PORT, EMBED_PORT))
+URLS = {"generate": GENERATE_URL, "embed": EMBED_URL}
 # Written into the embedder's memory: it holds few inputs at a time, each for a step or two.
 EMBED_KV_GIB = 3
 
@@ -56,10 +57,11 @@ def command(kind: str, model: Path, folder: Path, *, kv_gib: float, on_cpu: bool
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *told, *flags]
 
 
-def start(model: Path, folder: Path, *, kv_gib: float, on_cpu: bool) -> None:
-    """Starts both and returns at once; `wait` waits for them."""
+def start(model: Path, folder: Path, *, kv_gib: float, on_cpu: bool) -> dict[str, subprocess.Popen[bytes]]:
+    """Starts both and returns at once, with the processes by kind; `wait` waits for them."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     for kind, gib in (("generate", kv_gib), ("embed", kv_gib if on_cpu else EMBED_KV_GIB)):
         with (folder / f"{kind}.log").open("w") as log:
             process = subprocess.Popen(
@@ -67,23 +69,23 @@ def start(model: Path, folder: Path, *, kv_gib: float, on_cpu: bool) -> None:
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
             )  # fmt: skip
         (folder / f"{kind}.pid").write_text(str(process.pid))
+        processes[kind] = process
+    return processes
 
 
-def wait(folder: Path, timeout_s: float = 400.0) -> None:
-    """Until both answer.
+def wait(processes: Mapping[str, subprocess.Popen[bytes]], folder: Path, timeout_s: float = 400.0) -> None:
+    """Until all of them answer.
 
     Raises:
         RuntimeError: one of them ended, or did not answer in time; with the end of its log.
     """
     give_up_s = time.monotonic() + timeout_s
-    for kind, url in (("generate", GENERATE_URL), ("embed", EMBED_URL)):
-        while not _answers(url):
-            pid = int((folder / f"{kind}.pid").read_text())
-            ended = os.waitpid(pid, os.WNOHANG)[0] if _is_child(pid) else not Path(f"/proc/{pid}").exists()
+    for kind, process in processes.items():
+        while not is_healthy(URLS[kind]):
+            ended = process.poll() is not None
             if ended or time.monotonic() > give_up_s:
-                raise RuntimeError(
-                    f"{kind} {'ended' if ended else 'is late'}: {(folder / f'{kind}.log').read_text()[-3000:]}"
-                )
+                reason = "ended" if ended else "is late"
+                raise RuntimeError(f"{kind} {reason}: {(folder / f'{kind}.log').read_text()[-3000:]}")
             time.sleep(0.5)
 
 
@@ -105,17 +107,3 @@ def stop(folder: Path) -> None:
 
 def _step_tokens_file(folder: Path) -> Path:
     return folder.resolve() / "step_tokens"
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _is_child(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
