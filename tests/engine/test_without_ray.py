@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from orthrus_serve.ops.vllm_args import vllm_arguments, vllm_command_line
 from orthrus_serve.serving.vllm_middleware import OrthrusMiddleware, upgrade
 from tests.engine.harness import Engine, TinyModel, token_ids
 from tests.engine.test_llm import EOS
+from tests.ports import free_port
 
 START_TIMEOUT_S = 180
 
@@ -123,9 +123,7 @@ def test_several_applications_are_refused(tiny: TinyModel, tmp_path: Path) -> No
 def server(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server that was started with the printed line, as a shell would."""
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     line = vllm_command_line(read_serve_file(write_serve_file(folder, tiny, port)))
     environment = {
         **os.environ,

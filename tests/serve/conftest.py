@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from orthrus_serve.app import build, compose
 from orthrus_serve.config.schema import AppArgs
+from tests.ports import free_port
 from tests.serve.collector import Collector, running_collector
 from tests.serve.fakes import start_fake
 from tests.serve.neighbour import Neighbour
@@ -47,13 +47,6 @@ TINY_VLLM: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "kv_cache_memory_bytes": 64 * 2**20,
 }
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def log_folder() -> Path:

@@ -17,7 +17,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.serve.conftest import REPOSITORY, free_port
+from tests.ports import free_port
+from tests.serve.conftest import REPOSITORY
 
 DASHBOARDS = REPOSITORY / "dashboards"
 needs_prometheus = pytest.mark.skipif(

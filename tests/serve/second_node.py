@@ -21,7 +21,8 @@ from ray.cluster_utils import Cluster
 
 from orthrus_serve.app import compose
 from orthrus_serve.config.schema import AppArgs
-from tests.serve.conftest import FAKE_ARGS, App, free_port
+from tests.ports import free_port
+from tests.serve.conftest import FAKE_ARGS, App
 from tests.serve.fakes import start_fake
 
 NUM_CLIENTS = 12

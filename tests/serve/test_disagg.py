@@ -19,7 +19,7 @@ import pytest
 from ray import serve
 
 from orthrus_serve.app import build
-from tests.serve.conftest import TINY_VLLM, App
+from tests.serve.conftest import TINY_VLLM, App, computed_tokens
 from tests.serve.soak_faults import core_of
 from tests.serve.test_fake_app import leave_when, until
 from tests.serve.test_verify import verify
@@ -70,6 +70,12 @@ def at_rest(app: App) -> bool:
     charged = [(f["open"], f["tokens"], f["loads"]) for f in fronts]
     left = [(e["open"], e["in_engine"], e["kept"]) for e in engines]
     return charged == [(0, 0, {})] and left == [(0, 0, 0)] * 2
+
+
+def settle(app: App) -> None:
+    """Waits until nothing is open and what the engines say of themselves is of after the last request."""
+    until(lambda: at_rest(app), limit_s=90)
+    computed_tokens(app, 2)
 
 
 def by_role(http: httpx.Client) -> dict[str, dict[str, Any]]:
@@ -145,12 +151,14 @@ def test_two_hundred_answers_are_those_without_streamed_and_not(app: App, http: 
         {"prompt": [rng.randrange(3, 512) for _ in range(n)], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         for n in lengths
     ]
+    settle(app)
     before, counted = prefilled(http), handovers(http)
     whole = in_parallel(lambda body: answered(http, COMPLETE, body), bodies)
     streams = in_parallel(lambda body: streamed(http, COMPLETE, body), bodies)
     assert [text for text, _ in streams] == [answer["choices"][0]["text"] for answer in whole]
     assert [counts(usage) for _, usage in streams] == [counts(answer["usage"]) for answer in whole]
     assert [answer["usage"]["prompt_tokens"] for answer in whole] == lengths
+    settle(app)
     done = {role: tokens - before[role] for role, tokens in prefilled(http).items()}
     # One token of each prompt is left to the second; prompts asked again are in the first one's prefix cache, block by block.
     assert done["decode"] <= 400
@@ -170,9 +178,10 @@ def test_embeddings_are_those_without_and_run_where_prompts_do(app: App, http: h
     def ask() -> list[list[float]]:
         return in_parallel(lambda ids: answered(http, EMBED, {"input": [ids]})["data"][0]["embedding"], inputs)
 
+    settle(app)
     before = by_role(http)
     vectors = ask()
-    until(lambda: at_rest(app))
+    settle(app)
     after = by_role(http)
     embedded = {role: after[role]["totals"]["embed_tokens"] - before[role]["totals"]["embed_tokens"] for role in after}
     assert embedded == {"prefill": sum(len(ids) + 1 for ids in inputs), "decode": 0}
@@ -312,6 +321,7 @@ def test_verify_finds_every_answer_equal_to_the_reference(
 ) -> None:
     before = prefilled(http)
     assert verify(app.url, tmp_path, args_of(tiny)) == (0, {})
+    settle(app)
     # Prompts were prefilled on the one side, and the answers came from the other.
     assert prefilled(http)["prefill"] - before["prefill"] > 1000
 
@@ -350,10 +360,10 @@ def test_when_either_dies_under_load_only_streams_that_had_begun_are_cut(
     assert load.wrong == []
     assert load.ends["cut"] <= NUM_CLIENTS, "at most what was open"
     until(lambda: are_back(http, before[role]["replica"]), limit_s=250)
-    until(lambda: at_rest(app), limit_s=60)
+    settle(app)
     # Both are back: prompts are handed over again.
     tokens = prefilled(http)
     rng = random.Random(role)  # no prompt that a prefix cache may have
     answered(http, COMPLETE, {"prompt": [rng.randrange(3, 512) for _ in range(200)], "max_tokens": 4})
-    until(lambda: at_rest(app))
+    settle(app)
     assert prefilled(http)["prefill"] - tokens["prefill"] == 200

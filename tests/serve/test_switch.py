@@ -28,7 +28,8 @@ from orthrus_serve.config.load import IMPORT_PATH
 from orthrus_serve.ops.deployed_config import parse_wanted
 from orthrus_serve.ops.serve_api import ServeApi
 from orthrus_serve.ops.switch import SwitchError, status_page, switch
-from tests.serve.conftest import FAKE_ARGS, REPOSITORY, free_port
+from tests.ports import free_port
+from tests.serve.conftest import FAKE_ARGS, REPOSITORY
 from tests.serve.test_fake_app import until
 
 EMBED, COMPLETE = "/v1/embeddings", "/v1/completions"

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from orthrus_serve.errors import ModelError
 from orthrus_serve.ops import demo
+from tests.ports import free_port
 
 METRICS = """\
 # TYPE orthrus_engine_steps_total counter
@@ -130,11 +130,8 @@ def test_a_wrong_answer_is_shown_as_such(capsys):
 
 
 def test_without_a_server_it_says_how_to_start_one(corpus):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with pytest.raises(demo.DemoError, match="make run"):
-        demo.main(f"http://127.0.0.1:{port}", corpus)
+        demo.main(f"http://127.0.0.1:{free_port()}", corpus)
 
 
 def test_without_its_corpus_it_says_how_to_get_it(tmp_path):

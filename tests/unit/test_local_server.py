@@ -1,7 +1,6 @@
 """Starting and stopping a background server: the process, its log, its port. Real processes; no Ray."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing_extensions import override
 from orthrus_serve.errors import ConfigError
 from orthrus_serve.ops import local_server
 from orthrus_serve.ops.local_server import Paths, ServerError
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,12 +23,6 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture
 def paths(tmp_path) -> Paths:
     return Paths(tmp_path / "state")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fake_serve(paths: Paths, tmp_path: Path, script: str) -> subprocess.Popen[bytes]:
