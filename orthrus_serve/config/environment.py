@@ -35,7 +35,7 @@ def replica_environment(args: AppArgs) -> dict[str, str]:
 
 
 def kv_side_channel(host: str, port: int) -> None:
-    """Where the engine that this process starts next tells others how to fetch KV from it: for its core, which inherits it."""
+    """Where the engine core of this process tells others how to fetch KV from it; its connector reads it when it is made."""
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host  # noqa: TID251 - this is the one place
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)  # noqa: TID251
 

@@ -12,10 +12,8 @@ from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.network_utils import get_ip, get_open_port
 from vllm.v1.executor.abstract import Executor
 
-from orthrus_serve.config.environment import kv_side_channel
 from orthrus_serve.config.schema import AppArgs
 from orthrus_serve.config.vllm_keys import check_vllm_keys
 from orthrus_serve.engine.adapter_keys import prepare_adapter
@@ -37,7 +35,6 @@ def make_engine(args: AppArgs, *, stat_loggers: list[Any] | None = None) -> Mixe
     """
     if args.kv_connector is not None:
         require_connector(args.kv_connector)
-        kv_side_channel(get_ip(), get_open_port())  # one for each engine of a machine; its core reads it
     config = engine_config(args)
     engine = MixedLLM(
         vllm_config=config,

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip, get_open_port
 
+from orthrus_serve.config.environment import kv_side_channel
 from orthrus_serve.engine.channel import CoreChannelMixin, install_channel
 from orthrus_serve.engine.kv_handover import (
     DIGEST,
@@ -84,8 +87,12 @@ class Work:
 class MixedSchedulerMixin(CoreChannelMixin):
     """Quotas per kind around the stock scheduler. Mixed into `Scheduler` and `AsyncScheduler` below."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.kv_transfer_config is not None:
+            # One for each engine of a machine, chosen only now, a moment before the connector listens there. Minutes before,
+            # when the core is started, it could be lost to any connection, and the connector then waits for ever.
+            kv_side_channel(get_ip(), get_open_port())
+        super().__init__(vllm_config, *args, **kwargs)
         self.settings = EngineSettings.from_additional_config(self.vllm_config.additional_config)
         self.live = self.settings.live
         self.waiting = LaneQueue()

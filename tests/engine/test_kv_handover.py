@@ -4,11 +4,14 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
 import pytest
+from typing_extensions import override
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 
@@ -97,11 +100,45 @@ def tokens(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+class Thief(threading.Thread):
+    """Takes the port of a side channel as soon as this process knows one, as any connection may while a model loads.
+
+    A connector whose port is taken waits for ever, and so does whoever starts its engine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.stop = threading.Event()
+        self.taken: list[int] = []
+
+    @override
+    def run(self) -> None:
+        while not self.stop.wait(0.001):
+            if port := int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")):
+                with socket.create_server(("", port)):
+                    self.taken.append(port)
+                    self.stop.wait()
+
+
 @pytest.fixture(scope="module")
-def pair(tiny: TinyModel) -> Iterator[Pair]:
+def thief() -> Iterator[Thief]:
+    thief = Thief()
+    thief.start()
+    yield thief
+    thief.stop.set()
+    thief.join()
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TinyModel, thief: Thief) -> Iterator[Pair]:
     engines = Pair(tiny)
     yield engines
     engines.close()
+
+
+def test_no_port_of_an_engine_is_known_to_anybody_before_it_is_listened_to(pair: Pair, thief: Thief) -> None:
+    assert thief.is_alive()
+    assert thief.taken == []
 
 
 def totals(pair: Pair, engine: MixedLLM) -> dict[str, Any]:
