@@ -1,7 +1,8 @@
 """Remaining tokens charged to each replica by the requests that one Front has open. Pure bookkeeping.
 
 Guards: what is settled is what was charged, once; no load is ever negative; when nothing is open the own load is zero
-(counts are integers, so exactly). Leaves out who is chosen (`replica_choice.py`) and what a request costs (`charge.py`).
+(counts are integers, so exactly), and so is the drift. Leaves out who is chosen (`replica_choice.py`) and what a request
+costs (`charge.py`).
 
 Life of a charge:   charge ──▶ move* ──▶ correct* ──▶ settle
                        └───────────┴──────────┴──────▶ forgotten with its dead replica (a later settle finds nothing)
@@ -83,6 +84,9 @@ class TokenLoadLedger:
             return 0
         known = self._known[charge.replica_id]
         known.requests.discard(request_id)
+        if not known.requests:
+            # The report that moved it may have been the last: at rest there is no other that would say that nothing moves.
+            known.num_drift_tokens = 0
         self._num_own_tokens -= charge.num_tokens
         self._add(charge.replica_id, -charge.num_tokens, -charge.num_charged_tokens, -1)
         if known.is_nothing:

@@ -105,6 +105,19 @@ def test_drift_is_how_far_the_last_reports_were_from_what_was_thought():
     assert ledger.num_drift_tokens == 0
 
 
+def test_drift_ends_with_the_last_request_although_no_report_follows():
+    """The replica's last report can be there before the end of the answer: it moves the charge to zero, and is the last."""
+    ledger = make_ledger(r=(A, 100), s=(A, 40))
+    ledger.correct(A, {R: 30, S: 40})
+    ledger.correct(A, {})
+    assert ledger.num_drift_tokens == 70
+    ledger.settle(R)
+    assert ledger.num_drift_tokens == 70
+    ledger.settle(S)
+    assert ledger.num_drift_tokens == 0
+    assert ledger._known == {}
+
+
 def test_nothing_is_kept_about_replicas_without_a_request():
     ledger = make_ledger(r=(A, 100))
     ledger.correct(A, {R: 7}, num_other_tokens=3)
@@ -186,7 +199,7 @@ class LedgerAgainstAList(RuleBasedStateMachine):
         for request in list(self.open):
             self.ledger.settle(request)
         assert self.ledger.num_own_tokens == 0
-        assert self.ledger.num_open == 0
+        assert self.ledger.num_open == self.ledger.num_drift_tokens == 0
         assert self.ledger.in_flight_tokens == self.ledger.open_requests == {}
         assert self.ledger.remaining_tokens == {replica: num for replica, num in self.others.items() if num}
 
